@@ -72,11 +72,7 @@ def read_legacy_stream(
             )
     system = mapping_items(values[2], what="sys_info")
     if system.get("little_endian") is not True:
-        raise SourceError(
-            "zip.bad_record",
-            f"{name} was not written on a little-endian machine",
-            fix="save it again on a little-endian machine",
-        )
+        raise _other_endian(name)
     keys = values[4].items if isinstance(values[4], PList) else None
     well_formed = keys is not None and len(keys) <= _MAX_STORAGES and all(type(k) is str for k in keys)
     if keys is None or not well_formed or len(set(keys)) != len(keys):
@@ -313,11 +309,7 @@ def _open_zip(cached: CachedFile, pickles: SharedPickles, limits: PickleLimits) 
             fix="name a file of torch.save, or the checkpoint's directory",
         )
     if _small_record(cached, entries, "byteorder", b"little") != b"little":
-        raise SourceError(
-            "zip.bad_record",
-            f"{name} was not written on a little-endian machine",
-            fix="save it again on a little-endian machine",
-        )
+        raise _other_endian(name)
     if not _small_record(cached, entries, "version", b"3").strip().isdigit():
         raise SourceError("zip.bad_record", f"{name}: the record `version` is not a number")
     data = read_record(cached, entries["data.pkl"], limit_bytes=limits.stream_bytes)
@@ -331,6 +323,14 @@ def _passed(cached: CachedFile, storages: Mapping[str, RecordExtent]) -> dict[in
     few = (s for s in storages.values() if 0 < s.length_bytes <= _SMALL_RECORD_BYTES)
     held = (s for s in few if cached.holds(s.offset, s.length_bytes))
     return {s.offset: cached.read(s.offset, s.length_bytes) for s in islice(held, _MOST_PASSED)}
+
+
+def _other_endian(name: str) -> SourceError:
+    return SourceError(
+        "zip.bad_record",
+        f"{name} was not written on a little-endian machine",
+        fix="save it again on a little-endian machine",
+    )
 
 
 def _small_record(cached: CachedFile, entries: Mapping[str, ZipEntry], name: str, default: bytes) -> bytes:

@@ -31,7 +31,7 @@ from reshard_engine.formats.registry import format_of
 from reshard_engine.pickles.nodes import Node, PTensorRef
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, same_scalar, text_of
 from reshard_engine.tensors.dtypes import Dtype
-from reshard_engine.tensors.shard_map import LogicalTensor
+from reshard_engine.tensors.shard_map import LogicalTensor, index_at
 
 # Pairs of tensors and values to compare in two checkpoints, and differences that need no reading.
 
@@ -673,16 +673,8 @@ def _of_elements(pair: TensorPair, found: ValueDifference, compared_elems: int) 
         nonfinite=found.nonfinite,
         max_abs=found.max_abs,
         max_rel=found.max_rel,
-        first_index=_index(found.first, pair.shape),
+        first_index=index_at(found.first, pair.shape),
     )
-
-
-def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    found: list[int] = []
-    for length in reversed(shape):
-        place, inner = divmod(place, length)
-        found.append(inner)
-    return tuple(reversed(found))
 
 
 class _Reading:

@@ -17,7 +17,7 @@ from reshard.models.jobs import ConvertRequest, ConvertResult, Progress
 from reshard_engine.execute.sinks.local import INNER
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.storage.local_writes import writing
+from reshard_engine.storage.local_writes import sync_directory, writing
 from reshard_engine.storage.locations import Location, open_location
 
 _IN_THE_WAY = frozenset({"request.target_exists", "request.overlap"})
@@ -79,11 +79,7 @@ def moved_out(inner: str, names: Mapping[str, str], directory: str, *, without: 
             with suppress(FileNotFoundError):
                 os.remove(os.path.join(directory, without))
         shutil.rmtree(inner, ignore_errors=True)
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_directory(directory)
 
 
 def _stale(directory: str, names: list[str]) -> list[str]:

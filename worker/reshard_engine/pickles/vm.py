@@ -483,13 +483,17 @@ def op_name(m: PickleMachine, module: object, name: object) -> Global:
     return found
 
 
-def op_global(m: PickleMachine) -> None:
-    """GLOBAL."""
+def op_name_lines(m: PickleMachine) -> tuple[str, str]:
+    """The module and the name of a global, from two lines."""
     try:
-        module, name = m.line().decode("utf-8"), m.line().decode("utf-8")
+        return m.line().decode("utf-8"), m.line().decode("utf-8")
     except UnicodeDecodeError:
         raise bad("forbidden_global", f"a name at byte {m.at} is not UTF-8") from None
-    m.push(op_name(m, module, name))
+
+
+def op_global(m: PickleMachine) -> None:
+    """GLOBAL."""
+    m.push(op_name(m, *op_name_lines(m)))
 
 
 def op_stack_global(m: PickleMachine) -> None:
@@ -559,10 +563,7 @@ def op_object(m: PickleMachine, how: str, cls: Node, args: Node, kwargs: Node) -
 
 def op_inst(m: PickleMachine) -> None:
     """INST."""
-    try:
-        module, name = m.line().decode("utf-8"), m.line().decode("utf-8")
-    except UnicodeDecodeError:
-        raise bad("forbidden_global", f"a name at byte {m.at} is not UTF-8") from None
+    module, name = op_name_lines(m)
     args = m.since_mark()
     op_object(m, "inst", op_name(m, module, name), PTuple(tuple(args), m.depth(args)), None)
 

@@ -244,18 +244,7 @@ class ObjectTexts:
     def read(self, name: str) -> bytes | None:
         """Read an object that other workers may replace at any moment."""
         path = join(self._root, name)
-        listed = self._listed.get(path)
-        for _ in range(_READ_TRIES):
-            info, listed = listed or self._store.stat(path), None
-            if info is None:
-                return None
-            _refuse_large(path, info.size_bytes)
-            try:
-                return read_bytes(self._store, info)
-            except SourceError as error:
-                if error.code not in ("source.changed", "source.not_found"):
-                    raise
-        raise StorageError("storage.unavailable", f"{path} was replaced each time it was read")
+        return read_text(self._store, path, listed=self._listed.get(path))
 
     def names(self) -> Mapping[str, str]:
         """List the objects; their versions are their pins."""
@@ -268,13 +257,41 @@ class ObjectTexts:
         self._store.delete([join(self._root, name) for name in names])
 
 
-def _refuse_large(path: str, size_bytes: int) -> None:
+def read_text(
+    store: ObjectStore, path: str, *, most_bytes: int = MAX_TEXT_BYTES, listed: ObjectInfo | None = None
+) -> bytes | None:
+    """The content of an object that other processes may replace or remove at any moment; None if there is none.
+
+    Args:
+        store: The store.
+        path: The object's path.
+        most_bytes: The largest size that reshard may have written.
+        listed: The object as a listing showed it, which need not be looked up.
+
+    Raises:
+        IntegrityError: `integrity.journal` for a larger object.
+        StorageError: `storage.unavailable` if the object is replaced each time.
+    """
+    for _ in range(_READ_TRIES):
+        info, listed = listed or store.stat(path), None
+        if info is None:
+            return None
+        _refuse_large(path, info.size_bytes, most_bytes)
+        try:
+            return read_bytes(store, info)
+        except SourceError as error:
+            if error.code not in ("source.changed", "source.not_found"):
+                raise
+    raise StorageError("storage.unavailable", f"{path} was replaced each time it was read")
+
+
+def _refuse_large(path: str, size_bytes: int, most_bytes: int = MAX_TEXT_BYTES) -> None:
     """Refuse a text that is too large to be one of reshard's.
 
     Raises:
         IntegrityError: `integrity.journal`.
     """
-    if size_bytes > MAX_TEXT_BYTES:
+    if size_bytes > most_bytes:
         raise IntegrityError(
             "integrity.journal",
             f"{printable(path)} has {size_bytes} bytes: reshard did not write it",

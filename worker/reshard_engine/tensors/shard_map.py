@@ -357,6 +357,15 @@ def packed_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def index_at(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of the element at a place in row-major order. All lengths are positive."""
+    found: list[int] = []
+    for length in reversed(shape):
+        place, inner = divmod(place, length)
+        found.append(inner)
+    return tuple(reversed(found))
+
+
 def is_packed(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """True if a tensor's elements lie packed in row-major order. Strides of dimensions of length 1 do not matter."""
     return 0 in shape or all(n == 1 or s == p for n, s, p in zip(shape, stride, packed_stride(shape), strict=True))

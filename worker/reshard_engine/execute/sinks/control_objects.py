@@ -13,17 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from reshard.errors import IntegrityError, RequestError, SourceError, printable
+from reshard.errors import IntegrityError, RequestError, printable
 from reshard_engine.execute.journal import NamedUpload, UnitRecord
 from reshard_engine.plan.model import Plan
-from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, join, parent_and_name, read_bytes
-from reshard_engine.storage.texts import JsonText, ObjectTexts, agreed_text
+from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, join, parent_and_name
+from reshard_engine.storage.texts import JsonText, ObjectTexts, agreed_text, read_text
 
 _THREADS = 8
 MAX_CONTROL_BYTES = 256 << 20
 """Largest size of one control object. The plan of a million files has 100 MB."""
 _TRIES = 8
-"""Number of attempts to read an object that other processes keep replacing."""
+"""Number of attempts to empty a journal that other processes keep writing to."""
 
 WORKERS = "workers"
 """The directory of a journal in which the workers of a shared conversion meet."""
@@ -96,19 +96,7 @@ class ControlObjects:
         self._journal = self.journal_of(digest)
 
     def _read(self, path: str) -> bytes | None:
-        """The content of a small object that other processes may replace or remove at any moment."""
-        for _ in range(_TRIES):
-            info = self._store.stat(path)
-            if info is None:
-                return None
-            if info.size_bytes > MAX_CONTROL_BYTES:
-                raise _not_ours(path)
-            try:
-                return read_bytes(self._store, info)
-            except SourceError as error:
-                if error.code != "source.changed":
-                    raise
-        raise self.busy("")
+        return read_text(self._store, path, most_bytes=MAX_CONTROL_BYTES)
 
     def claimed_by(self) -> Claim | None:
         """The claim on the target, if there is one.

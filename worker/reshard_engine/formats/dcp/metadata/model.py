@@ -20,6 +20,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.pickles.nodes import Global, Node, PDict, PObject, PTuple, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
+from reshard_engine.tensors.shard_map import index_at
 
 Column = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]
@@ -533,7 +534,7 @@ class _Matching:
             raise SourceError(
                 "checkpoint.incomplete",
                 f"no file is named for the chunk of {printable(tensor.key)} at "
-                f"{_text(_unravelled(int(wanted[np.argmin(hit)]), tensor.shape))}",
+                f"{_text(index_at(int(wanted[np.argmin(hit)]), tensor.shape))}",
             )
         if len(at) < len(rows):
             self._check_others(tensor, kept, found, set(wanted.tolist()))
@@ -570,19 +571,11 @@ def _one_linear(offset: Sequence[int], shape: tuple[int, ...]) -> int:
     return number
 
 
-def _unravelled(number: int, shape: tuple[int, ...]) -> list[int]:
-    found: list[int] = []
-    for length in reversed(shape):
-        number, at = divmod(number, length)
-        found.append(at)
-    return found[::-1]
-
-
 def _check_once(numbers: Column, tensor: Chunks, what: str) -> None:
     """Refuse a number that comes twice in a sorted column."""
     same = numbers[1:] == numbers[:-1]
     if same.any():
-        at = _unravelled(int(numbers[np.argmax(same)]), tensor.shape)
+        at = index_at(int(numbers[np.argmax(same)]), tensor.shape)
         raise SourceError("checkpoint.ambiguous", f"tensor {printable(tensor.key)} has two {what} at {_text(at)}")
 
 

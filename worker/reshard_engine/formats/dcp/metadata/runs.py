@@ -499,15 +499,20 @@ class _Fields:
     transform: Texts
 
 
-def _fields(cursor: Cursor, gets: Mapping[str, bytes]) -> _Fields:
-    """Move over the entries, from the name on."""
+def _index(cursor: Cursor, gets: Mapping[str, bytes]) -> tuple[Texts, Flags, Sizes]:
+    """Move over the fields of a `MetadataIndex`, from the name on: the name, and the corner where there is one."""
     fqn = cursor.text()
     cursor.skip(gets["index"])
     cursor.skip_number_or_none()
     opened = gets["offset"] + gets[names.SIZE]
     sharded = cursor.meets(opened)
     cursor.skip(opened, sharded)
-    corner = cursor.size(sharded)
+    return fqn, sharded, cursor.size(sharded)
+
+
+def _fields(cursor: Cursor, gets: Mapping[str, bytes]) -> _Fields:
+    """Move over the entries, from the name on."""
+    fqn, sharded, corner = _index(cursor, gets)
     cursor.skip(b"ub" + gets[names.PLACE] + OPENED + gets["relative_path"])
     path = cursor.text()
     cursor.skip(gets["offset"])
@@ -598,13 +603,7 @@ def _known(numbers: Column, where: Flags, before: Column, is_shallow: Callable[[
 def _items(cursor: Cursor, gets: Mapping[str, bytes]) -> tuple[Column, list[tuple[Column, Flags]]]:
     """Move over the items, from the name on: how many values each puts into the memo, and what it fetches."""
     everywhere = cursor.regular.copy()
-    fqn = cursor.text()
-    cursor.skip(gets["index"])
-    cursor.skip_number_or_none()
-    opened = gets["offset"] + gets[names.SIZE]
-    sharded = cursor.meets(opened)
-    cursor.skip(opened, sharded)
-    corner = cursor.size(sharded)
+    fqn, sharded, corner = _index(cursor, gets)
     cursor.skip(b"ub" + gets["type"])
     fetched = [(fqn.memo, ~fqn.written), (cursor.fetched(everywhere), everywhere)]
     if "bytes_io_data" in gets:

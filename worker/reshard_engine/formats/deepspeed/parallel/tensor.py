@@ -37,7 +37,7 @@ from reshard_engine.pickles.nodes import Node, is_mapping, plain_value
 from reshard_engine.tensors.cuts import Cut, CutError, local_grid, parts, require_units, rows_of, taken
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import ZEROS
-from reshard_engine.tensors.shard_map import LogicalTensor
+from reshard_engine.tensors.shard_map import LogicalTensor, packed_stride
 from reshard_engine.tensors.views import MAX_BOXES, Box, View
 
 # Affine maps: the place in the whole parameter of every element of a rank's shard.
@@ -120,12 +120,7 @@ def _place(
         SourceError: `source.unsupported` if it is none.
     """
     offset, strides = where
-    steps: list[int] = []
-    step = 1
-    for n in reversed(grid):
-        steps.append(step)
-        step *= n
-    steps.reverse()
+    steps = packed_stride(grid)
     at = [offset // s % n if n else 0 for s, n in zip(steps, grid, strict=True)]
     box = [1] * len(grid)
     low = len(grid)
