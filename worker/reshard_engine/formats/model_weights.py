@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import RequestError, SourceError, printable
@@ -122,3 +124,45 @@ def name_without_adapter(fqn: str, adapter: str) -> str:
         return name.removesuffix(f".{adapter}")
     head, dot, last = name.rpartition(".")
     return f"{head.removesuffix(f'.{adapter}')}{dot}{last}"
+
+
+# Names of a model's state dict without those of modules that only wrap others, as FSDP and torch.compile make them.
+
+_COMPILED = "_orig_mod"
+_WRAPPERS = frozenset({_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Modules that only wrap others: of torch.compile, FSDP and activation checkpointing."""
+
+
+def plain_names(names: Sequence[str]) -> dict[str, str]:
+    """The names without those of wrappers, and without `module.` if all of them begin with it.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous` if two names become one.
+    """
+    found = {name: plain_name(name) for name in names}
+    if found and all(plain.startswith("module.") for plain in found.values()):
+        found = {name: plain.removeprefix("module.") for name, plain in found.items()}
+    if len(set(found.values())) != len(found):
+        twice = Counter(found.values()).most_common(1)[0][0]
+        raise SourceError(
+            "checkpoint.ambiguous", f"two entries are called {printable(twice)} without the names of wrapping modules"
+        )
+    return found
+
+
+def plain_name(name: str, wrappers: frozenset[str] = _WRAPPERS) -> str:
+    """The name without those of these wrapping modules."""
+    return ".".join(p for p in name.split(".") if p not in wrappers)
+
+
+def compiled_names(wrapped: Mapping[str, str]) -> dict[str, str]:
+    """The names with torch.compile's wrapper alone, by plain name, for those that have it.
+
+    The state dict of a model that was compiled by `torch.compile(model)` has them under every framework.
+    """
+    found: dict[str, str] = {}
+    for plain, name in wrapped.items():
+        compiled = plain_name(name, _WRAPPERS - {_COMPILED})
+        if _COMPILED in compiled.split("."):
+            found[plain] = compiled.removeprefix("module.") if not plain_name(compiled).startswith(plain) else compiled
+    return found

@@ -19,7 +19,7 @@ from reshard_engine.checkpoint import ParamGroup, Question, Undecided
 from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue, nested
-from reshard_engine.formats.model_weights import name_without_adapter
+from reshard_engine.formats.model_weights import name_without_adapter, plain_name, plain_names
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -38,9 +38,6 @@ NodeOf = Callable[[Sequence[Item]], Node]
 Order = ParamOrder | tuple[str, ...] | None
 """The user's word on the order of an optimizer's parameters."""
 GROUPS, STATE, PARAMS, NAMES = "param_groups", "state", "params", "param_names"
-_COMPILED = "_orig_mod"
-_WRAPPERS = frozenset({_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Modules that only wrap others: of torch.compile, FSDP and activation checkpointing."""
 _BY_NAME = (
     "save the optimizer with torch.distributed.checkpoint.state_dict.get_state_dict, which names parameters; weights "
     "can be had from this checkpoint: --to safetensors"
@@ -53,40 +50,6 @@ _SAY_GROUPS = (
     "--param-order model if the groups come in the order of their first parameters in the model, or --param-order FILE "
     "with the names in the optimizer's order, one a line"
 )
-
-
-def plain_names(names: Sequence[str]) -> dict[str, str]:
-    """The names without those of wrappers, and without `module.` if all of them begin with it.
-
-    Raises:
-        SourceError: `checkpoint.ambiguous` if two names become one.
-    """
-    found = {name: _plain(name) for name in names}
-    if found and all(plain.startswith("module.") for plain in found.values()):
-        found = {name: plain.removeprefix("module.") for name, plain in found.items()}
-    if len(set(found.values())) != len(found):
-        twice = Counter(found.values()).most_common(1)[0][0]
-        raise SourceError(
-            "checkpoint.ambiguous", f"two entries are called {printable(twice)} without the names of wrapping modules"
-        )
-    return found
-
-
-def _plain(name: str, wrappers: frozenset[str] = _WRAPPERS) -> str:
-    return ".".join(p for p in name.split(".") if p not in wrappers)
-
-
-def compiled_names(wrapped: Mapping[str, str]) -> dict[str, str]:
-    """The names with torch.compile's wrapper alone, by plain name, for those that have it.
-
-    The state dict of a model that was compiled by `torch.compile(model)` has them under every framework.
-    """
-    found: dict[str, str] = {}
-    for plain, name in wrapped.items():
-        compiled = _plain(name, _WRAPPERS - {_COMPILED})
-        if _COMPILED in compiled.split("."):
-            found[plain] = compiled.removeprefix("module.") if not _plain(compiled).startswith(plain) else compiled
-    return found
 
 
 @dataclass(frozen=True)
@@ -108,13 +71,13 @@ class NamesOfModel:
 
     @cached_property
     def _by_plain(self) -> Mapping[str, str]:
-        return {_plain(n): n for n in self.shapes} | {plain: n for n, plain in self.plain.items()}
+        return {plain_name(n): n for n in self.shapes} | {plain: n for n, plain in self.plain.items()}
 
     def of(self, key: str) -> str | None:
         """The model's name for an optimizer's key; None if the model has no such parameter."""
         if key in self.shapes:
             return key
-        plain = _plain(key)
+        plain = plain_name(key)
         return self._by_plain.get(plain) or self._by_plain.get(plain.removeprefix("module."))
 
 
