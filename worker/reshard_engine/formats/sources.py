@@ -67,7 +67,10 @@ def unsupported_kind(location: Location, listing: Listing) -> SourceError | None
 
 
 def holds_shards(listing: Listing) -> bool:
-    """True for files of ranks that no weights in one piece lie beside: each of them looks like weights."""
+    """True for files of ranks that no weights in one piece lie beside: each of them looks like weights.
+
+    The format that reads those of verl and Accelerate is asked first; this is for whoever asks for weights alone.
+    """
     names = names_of(listing)
     shards = any(_ranks(pattern, names) for pattern in (_VERL, _ACCELERATE)) or _by_item(names)
     return shards and not any(map(_WHOLE.fullmatch, names))
@@ -75,30 +78,13 @@ def holds_shards(listing: Listing) -> bool:
 
 def _rank_files(location: Location, listing: Listing) -> SourceError | None:
     names = names_of(listing)
-    if not holds_shards(listing):
+    if not holds_shards(listing) or not _by_item(names):
         return None
-    if ranks := _ranks(_VERL, names):
-        fix = _verl_fix(location, listing)
-        return _error(location, f"a directory of verl's or SkyRL's FSDP files, one for each of {ranks} ranks", fix)
-    if ranks := _ranks(_ACCELERATE, names):
-        fix = "save with Accelerator.save_state and StateDictType.SHARDED_STATE_DICT: a distributed checkpoint is read"
-        return _error(location, f"a directory of Accelerate's FSDP files, one for each of {ranks} ranks", fix)
     fix = (
         "load it with torch_checkpointing and save it with torch.distributed.checkpoint; for the weights alone, name "
         "the directory into which torch_checkpointing consolidates them as Hugging Face's files"
     )
     return _error(location, f"a directory of torch_checkpointing's shards, of {_ranks(_SHARD, names)} ranks", fix)
-
-
-def _verl_fix(location: Location, listing: Listing) -> str:
-    place = location.child("huggingface")
-    if "huggingface" in listing.directories and any(
-        map(_WHOLE.fullmatch, names_of(place.store.list_directory(place.path)))
-    ):
-        return f"its weights alone: reshard inspect {shlex.quote(printable(place.url, max_chars=1_024))}"
-    here = shlex.quote(printable(location.url, max_chars=1_024))
-    merger = f"python -m verl.model_merger merge --backend fsdp --local_dir {here} --target_dir OUT"
-    return f"for weights of verl, in bf16: {merger}; then name OUT; of SkyRL name its export of Hugging Face weights"
 
 
 def names_of(listing: Listing) -> set[str]:

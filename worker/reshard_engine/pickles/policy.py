@@ -236,6 +236,9 @@ class OpaqueLedger:
 
     policy: OpaquePolicy
     foreign: dict[str, None] = field(default_factory=dict[str, None])
+    known: frozenset[str] = frozenset()
+    """Names that the reader itself turns into plain numbers, so that no target names them. They stay off the list:
+    whoever writes a tree with one of them is refused."""
 
     def meet(self, name: Global, *, code: str) -> None:
         """Record a name that is not on the list.
@@ -243,6 +246,8 @@ class OpaqueLedger:
         Raises:
             SourceError: `code` under the policy `refuse`.
         """
+        if name.dotted in self.known:
+            return
         safe = printable(name.dotted)
         self.foreign[safe] = None
         if self.policy is OpaquePolicy.REFUSE:

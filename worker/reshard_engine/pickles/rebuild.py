@@ -383,7 +383,8 @@ def made_of_tensors(node: Node) -> MadeOfTensors | None:
     same, dtype, size = inner.items[:3] if isinstance(inner, PTuple) and len(inner.items) > 2 else (None,) * 3
     if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in BY_NAME:
         return None
-    if not isinstance(kind, Global) or same != kind or not isinstance(state, PDict):
+    # The attributes of the class; or they and its slots (DTensor); or a tuple of its own (ShardedTensor).
+    if not isinstance(kind, Global) or same != kind or not isinstance(state, PDict | PTuple):
         return None
     return MadeOfTensors(kind, dtype.name, _counts(size, "a tensor's size", DEFAULT_LIMITS))
 

@@ -1,0 +1,225 @@
+"""The files of FSDP's ranks in one directory: whose they are, of how many ranks, and whether all are there.
+
+verl and SkyRL name the number of ranks and the rank; Accelerate names the rank alone, so that only the meshes in the
+files tell how many there were.
+
+Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py` (names, `fsdp_config.json`); SkyRL
+`skyrl_train/distributed/fsdp_strategy.py` (the same names; another `fsdp_config.json`); accelerate 1.15.0
+`utils/fsdp_utils.py` (`use_dcp=False`, LOCAL_STATE_DICT); verified by running verl and Accelerate.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+from reshard.errors import SourceError, counted, listed, printable
+from reshard_engine.containers.source_file import SourceFile, parse_json
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
+
+MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+CONFIG = "fsdp_config.json"
+_NUMBER = r"(\d{1,6})"
+_VERL = re.compile(rf"({MODEL}|{OPTIMIZER}|{EXTRA})_world_size_{_NUMBER}_rank_{_NUMBER}\.pt")
+_ACCELERATE = re.compile(rf"(pytorch_model_fsdp|optimizer)_(\d{{1,4}})_rank{_NUMBER}\.bin")
+_LOCAL = re.compile(rf"(?:pytorch_model_fsdp|optimizer)_rank{_NUMBER}\.bin")
+_CONFIG_LIMIT_BYTES = 64 << 10
+_ONE_PLACE = "copy the files of all ranks into one directory: each node may have kept its own on its disk"
+
+
+class Framework(StrEnum):
+    """The frameworks whose names the files have."""
+
+    VERL = "verl"
+    SKYRL = "skyrl"
+    ACCELERATE = "accelerate"
+
+
+@dataclass(frozen=True, slots=True)
+class RankSet:
+    """The files of one model and its optimizer, by rank."""
+
+    framework: Framework
+    world: int
+    """The number of ranks whose files are there."""
+    model: tuple[SourceFile, ...]
+    optimizer: tuple[SourceFile, ...]
+    """One for each rank; none if the save left the optimizer out."""
+    extra: tuple[SourceFile, ...]
+    """One for each rank; none if the save left it out."""
+    others: tuple[str, ...]
+    """Names of the files and directories beside them that are not read."""
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """All files, in the order in which the shard map numbers them."""
+        return (*self.model, *self.optimizer, *self.extra)
+
+
+def names_of(listing: Listing) -> dict[str, ObjectInfo]:
+    """The files of a directory by their names."""
+    return {f.path.rpartition("/")[2]: f for f in listing.files}
+
+
+def holds_rank_files(listing: Listing) -> bool:
+    """True if a directory holds a file with such a name."""
+    return any(p.fullmatch(n) for n in names_of(listing) for p in (_VERL, _ACCELERATE, _LOCAL))
+
+
+def rank_set(location: Location, listing: Listing, model_key: str | None) -> RankSet:
+    """The files of a directory.
+
+    Args:
+        location: The directory.
+        listing: Its children.
+        model_key: The user's choice among the models of Accelerate, such as `pytorch_model_fsdp_1`.
+
+    Raises:
+        SourceError: `checkpoint.incomplete` if a rank's file is missing, `checkpoint.mixed` for files of several saves,
+            `checkpoint.ambiguous` for several models, `source.unsupported` for LOCAL_STATE_DICT.
+    """
+    infos = names_of(listing)
+    if local := sorted(n for n in infos if _LOCAL.fullmatch(n)):
+        raise SourceError(
+            "source.unsupported",
+            f"{printable(location.url)} holds local state dicts of FSDP ({listed(local)}): flat parameters without the "
+            "names and shapes within, which Accelerate itself does not load",
+            fix="save with StateDictType.SHARDED_STATE_DICT",
+        )
+    verl = {n: m for n in infos if (m := _VERL.fullmatch(n)) is not None}
+    accelerate = {n: m for n in infos if (m := _ACCELERATE.fullmatch(n)) is not None}
+    if verl and accelerate:
+        raise SourceError(
+            "checkpoint.mixed",
+            f"{printable(location.url)} holds files of verl ({listed(sorted(verl))}) and of Accelerate "
+            f"({listed(sorted(accelerate))})",
+            fix="move those of one of them into a directory of their own",
+        )
+    if verl:
+        return _of_verl(location, listing, verl)
+    return _of_accelerate(location, listing, accelerate, model_key)
+
+
+def _of_verl(location: Location, listing: Listing, found: Mapping[str, re.Match[str]]) -> RankSet:
+    infos = names_of(listing)
+    worlds: dict[int, int] = {}
+    for match in found.values():
+        worlds[int(match[2])] = worlds.get(int(match[2]), 0) + 1
+    if len(worlds) > 1:
+        held = [f"{counted(n, 'file')} of a run of {w} ranks" for w, n in sorted(worlds.items())]
+        least = min(worlds, key=lambda w: (worlds[w], w))
+        here = shlex.quote(printable(location.url, max_chars=1_024))
+        raise SourceError(
+            "checkpoint.mixed",
+            f"{printable(location.url)} holds {', and '.join(held)}: one save went over another",
+            fix=f"move one run's files away, such as {here}/*_world_size_{least}_rank_*.pt, into a directory of "
+            "their own",
+        )
+    world = next(iter(worlds))
+    by_item: dict[str, dict[int, str]] = {}
+    for name, match in found.items():
+        by_item.setdefault(match[1], {})[int(match[3])] = name
+    parts = {
+        item: _by_rank(location, infos, by_item.get(item, {}), f"{item}_world_size_{world}_rank_{{}}.pt", world)
+        for item in (MODEL, OPTIMIZER, EXTRA)
+    }
+    if not parts[MODEL]:
+        raise _no_model(location, [*found])
+    config = _config(infos, location)
+    said = config.get("world_size")
+    if type(said) is int and said != world:
+        raise SourceError(
+            "checkpoint.mixed",
+            f"{CONFIG} says that {said} ranks saved, and the files' names say {world}",
+            fix=f"they are of different saves: name the directory of one, or copy {CONFIG} of this one again",
+        )
+    framework = Framework.SKYRL if "fsdp_strategy" in config else Framework.VERL
+    return RankSet(framework, world, parts[MODEL], parts[OPTIMIZER], parts[EXTRA], _others(listing, found))
+
+
+def _config(infos: Mapping[str, ObjectInfo], location: Location) -> dict[str, Any]:
+    info = infos.get(CONFIG)
+    if info is None:
+        return {}
+    if info.size_bytes > _CONFIG_LIMIT_BYTES:
+        raise SourceError("checkpoint.too_large", f"{CONFIG} has {info.size_bytes} bytes")
+    found = parse_json(read_bytes(location.store, info), code="checkpoint.malformed", what=CONFIG)
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _of_accelerate(
+    location: Location, listing: Listing, found: Mapping[str, re.Match[str]], model_key: str | None
+) -> RankSet:
+    infos = names_of(listing)
+    by_place: dict[str, dict[int, str]] = {}
+    for name, match in found.items():
+        by_place.setdefault(f"{match[1]}_{int(match[2])}", {})[int(match[3])] = name
+    models = sorted((p for p in by_place if p.startswith("pytorch_")), key=_number_of)
+    if not models:
+        raise _no_model(location, [*found])
+    if model_key is None and len(models) > 1:
+        raise SourceError(
+            "checkpoint.ambiguous",
+            f"{printable(location.url)} holds {len(models)} models: {listed(models)}",
+            fix=", or ".join(f"--model-key {m}" for m in models[:3]),
+        )
+    chosen = models[0] if model_key is None else model_key
+    if chosen not in models:
+        raise SourceError(
+            "checkpoint.ambiguous",
+            f"no model is called {printable(chosen)!r} here; there is {listed(models)}",
+            fix=", or ".join(f"--model-key {m}" for m in models[:3]),
+        )
+    optimizer = f"optimizer_{_number_of(chosen)}"
+    held = by_place.get(optimizer, {})
+    world = 1 + max(*by_place[chosen], *held) if held else 1 + max(by_place[chosen])
+    model = _by_rank(location, infos, by_place[chosen], f"{chosen}_rank{{}}.bin", world)
+    states = _by_rank(location, infos, held, f"{optimizer}_rank{{}}.bin", world)
+    read = {*by_place[chosen].values(), *held.values()}
+    return RankSet(Framework.ACCELERATE, world, model, states, (), _others(listing, read))
+
+
+def _number_of(place: str) -> int:
+    return int(place.rpartition("_")[2])
+
+
+def _by_rank(
+    location: Location, infos: Mapping[str, ObjectInfo], found: Mapping[int, str], pattern: str, world: int
+) -> tuple[SourceFile, ...]:
+    """The files of one item by rank; none if no rank has any."""
+    if not found:
+        return ()
+    if beyond := sorted(r for r in found if r >= world):
+        names = [found[r] for r in beyond]
+        raise SourceError(
+            "checkpoint.mixed",
+            f"{listed(names)}: a run of {world} ranks has none of that number",
+            fix="move the files of the other save into a directory of their own",
+        )
+    if missing := [pattern.format(r) for r in range(world) if r not in found]:
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"{counted(len(missing), 'file')} of {world} ranks {'is' if len(missing) == 1 else 'are'} missing in "
+            f"{printable(location.url)}: {listed(missing)}",
+            fix=_ONE_PLACE,
+        )
+    return tuple(SourceFile(location.store, found[r], (infos[found[r]],)) for r in range(world))
+
+
+def _no_model(location: Location, names: Sequence[str]) -> SourceError:
+    return SourceError(
+        "checkpoint.incomplete",
+        f"{printable(location.url)} holds {listed(sorted(names))} and no file of the model, which has the names and "
+        "the shapes",
+        fix="copy the model's files of all ranks into the same directory",
+    )
+
+
+def _others(listing: Listing, read: Mapping[str, object] | set[str]) -> tuple[str, ...]:
+    names = (n for n in names_of(listing) if n not in read and n != CONFIG)
+    return (*sorted(names), *(f"{d}/" for d in listing.directories if not d.startswith(".")))

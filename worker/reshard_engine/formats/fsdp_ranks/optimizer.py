@@ -1,0 +1,636 @@
+"""The optimizer in files of FSDP's ranks: whose states are whose, and where their elements lie.
+
+- Accelerate names parameters. verl and SkyRL save `optimizer.state_dict()`, which numbers them. Their optimizer is made
+  of `module.parameters()`, so number i is the i-th parameter in the order of the model's file, without buffers and
+  without the second name of a tied pair. The shapes of all states must say the same.
+- FSDP2 keeps each state as a sharded tensor of the parameter's shape.
+- FSDP1 with `use_orig_params=True` keeps one-dimensional slices of each parameter: those of all ranks in the order of
+  the mesh are the parameter's elements. Their lengths must add up.
+- FSDP1 with `use_orig_params=False` keeps one state for each flat parameter: those of a unit one after another, padded
+  to a multiple of the ranks. Unit 0 is the rest of the model, then each layer is one. The lengths must add up.
+
+Where numbers and lengths do not fit, the optimizer stays unread, and only targets that hold weights are written.
+
+Source: verl 0.9.1 `workers/config/optimizer.py` (`build_optimizer`), `utils/fsdp_utils.py` (`get_fsdp_wrap_policy`);
+torch 2.13.0 `distributed/fsdp/_flat_param.py` (`flatten_tensors`, `_get_shard`: padding at the end),
+`optim/optimizer.py` (`state_dict`), `nn/modules/module.py` (`named_parameters` yields a tied parameter once); verified
+by running.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from reshard.choices import ParamOrder
+from reshard.errors import RequestError, SourceError, counted, listed, printable
+from reshard_engine.checkpoint import ParamGroup, Question, Scalar, Undecided
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.fsdp_ranks.sharded import Held, RankFile, Shape
+from reshard_engine.formats.model_weights import plain_name
+from reshard_engine.pickles.nodes import Node, kind_of, mapping_items, sequence_items
+from reshard_engine.pickles.trees import TreeDifference, compare_trees, foreign_paths
+from reshard_engine.tensors.dtypes import Dtype
+
+Order = ParamOrder | tuple[str, ...] | None
+"""The user's word on the order of an optimizer's parameters."""
+Key = str | int
+"""The optimizer's key of a parameter: its name, or its number."""
+PARAMS = "params"
+_STEP = "step"
+_LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
+_ADAPTER = (".lora_", ".modules_to_save.")
+"""Parts of the names of parameters that PEFT trains; it freezes all others.
+
+Source: peft 0.21.2 `tuners/tuners_utils.py` (`_mark_only_adapters_as_trainable`)."""
+_WEIGHTS = "the weights alone can be had: --to safetensors"
+_SAY_ORDER = "--param-order FILE with the names of all parameters in the optimizer's order, one a line"
+_OTHER_SAVE = "the files are of different saves: copy those of one save"
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A state that is one number: a value of Python, or a tensor of one element in a file."""
+
+    value: int | float | None = None
+    """The number of Python; None for a tensor."""
+    file: SourceFile | None = None
+    at: int = 0
+    dtype: Dtype | None = None
+    shape: Shape = ()
+    sum: int | None = None
+    """CRC-32 of the element's bytes, where the file's directory has it."""
+
+    def raw(self) -> bytes:
+        """The bytes of the element."""
+        if self.file is None or self.dtype is None:
+            return b""
+        return self.file.read(self.at, self.dtype.itemsize_bytes)
+
+    def equals(self, other: Number) -> bool:
+        """True for the same number. The CRC-32s of at most four bytes are equal for equal bytes alone."""
+        if (self.value, self.dtype, self.shape) != (other.value, other.dtype, other.shape) or self.dtype is None:
+            return self.value == other.value and self.dtype == other.dtype
+        if self.dtype.itemsize_bytes <= 4 and self.sum is not None and other.sum is not None:
+            return self.sum == other.sum
+        return self.raw() == other.raw()
+
+    def scalar(self) -> Scalar | None:
+        """The number for a checkpoint; None for element types that hold no plain number."""
+        if self.dtype is None:
+            return None if self.value is None else Scalar(self.value)
+        return Scalar.of_element(self.raw(), self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """What one rank's file holds of the optimizer."""
+
+    groups: Node
+    states: Mapping[Key, Mapping[str, Held | Number]]
+    odd: Mapping[str, str]
+    """States that are neither a tensor nor a number, by name, each with its kind."""
+
+
+def states_of_rank(file: RankFile) -> RankStates:
+    """The optimizer's states in one file, with places in place of tensors.
+
+    Raises:
+        SourceError: `checkpoint.malformed`, and as `RankFile.held`.
+    """
+    root = mapping_items(file.parsed.root, what=file.name)
+    if "state" not in root or "param_groups" not in root:
+        raise SourceError(
+            "checkpoint.malformed",
+            f"{file.name} has the keys {listed([printable(str(k)) for k in root])}, and an optimizer's state dict has "
+            "`state` and `param_groups`",
+        )
+    states: dict[Key, dict[str, Held | Number]] = {}
+    odd: dict[str, str] = {}
+    for key, node in mapping_items(root["state"], what=f"{file.name}: state").items():
+        found = states.setdefault(key, {})
+        for state, value in mapping_items(node, what=f"{file.name}: state of {printable(str(key))}").items():
+            name = str(state)
+            held = _state_of(file, value, f"{printable(name)} of {printable(str(key))}")
+            if held is None:
+                odd[name] = kind_of(value)
+            else:
+                found[name] = held
+    return RankStates(root["param_groups"], states, odd)
+
+
+def _state_of(file: RankFile, value: Node, what: str) -> Held | Number | None:
+    if type(value) is int or type(value) is float:
+        return Number(value)
+    held = file.held(value, what)
+    if held is None or held.shape != ():
+        return held
+    part = held.parts[0]
+    return Number(None, file.parsed.file, part.at, held.dtype, (), part.sum)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A tensor of the model, as far as the optimizer's keys are concerned."""
+
+    name: str
+    shape: Shape
+    sharded: bool
+    twin: str = ""
+    """The earlier name of the same memory: the second name of a tied pair."""
+    equal: str = ""
+    """An earlier name with the same elements, by the sums of the files: perhaps a tied pair."""
+    coordinates: tuple[int | None, ...] = ()
+    """For each rank its place along the only axis of the mesh that shards the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A run of elements of a flattened tensor in one rank's file."""
+
+    rank: int
+    begin: int
+    """First element of the run in the flattened tensor."""
+    end: int
+    at: int
+    """Byte offset in the file."""
+
+
+Elements = tuple[Held, ...] | tuple[Slice, ...]
+"""The elements of one state of one parameter: boxes of all ranks, or slices of its flattened elements."""
+
+
+@dataclass(slots=True)
+class ReadOptimizer:
+    """The optimizer under the model's names."""
+
+    groups: tuple[ParamGroup, ...] = ()
+    members: dict[str, int] = field(default_factory=dict[str, int])
+    """The group of each parameter that it owns, in its order."""
+    states: dict[str, dict[str, tuple[Dtype, Elements]]] = field(
+        default_factory=dict[str, dict[str, tuple[Dtype, Elements]]]
+    )
+    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict[str, dict[str, Scalar]])
+    ties: dict[str, str] = field(default_factory=dict[str, str])
+    """Second names of tied pairs, each with the first one, that the optimizer tells by their number."""
+    counts_all: bool = False
+    """True if it numbers all parameters of the model, so that all other tensors are buffers."""
+    frozen: tuple[str, ...] = ()
+    """Parameters in its groups that PEFT froze."""
+    adapter_alone: bool = False
+    """True if the model's file holds an adapter alone, and the optimizer numbers the base model, too."""
+    undecided: tuple[Undecided, ...] = ()
+    assumed: tuple[Undecided, ...] = ()
+    warnings: tuple[str, ...] = ()
+    unread: str = ""
+    """The reason why it was not read, a part of a sentence; empty if it was."""
+
+
+class _Unread(Exception):  # noqa: N818 - the optimizer stays unread, which is no error of the source
+    """The optimizer cannot be read; the text says why, and the fix what helps."""
+
+    def __init__(self, text: str, fix: str, question: Question = Question.ORDER) -> None:
+        super().__init__(text)
+        self.text, self.fix, self.question = text, fix, question
+
+
+def read_optimizer(
+    ranks: Sequence[RankStates], model: Sequence[ModelTensor], files: Sequence[str], order: Order
+) -> ReadOptimizer:
+    """The optimizer of all ranks under the model's names.
+
+    Args:
+        ranks: What each rank's file holds.
+        model: The tensors of the model, in the order of its file.
+        files: The names of the optimizer's files, for messages.
+        order: The user's word on the order of numbered parameters.
+
+    Raises:
+        SourceError: `checkpoint.mixed` where ranks contradict one another, `checkpoint.malformed`.
+        RequestError: `request.invalid` for an order that does not fit.
+    """
+    groups = _groups(ranks, files)
+    try:
+        return _Reading(ranks, model, files, order, groups).read()
+    except _Unread as reason:
+        undecided = Undecided(reason.question, reason.text, reason.fix)
+        return ReadOptimizer(undecided=(undecided,), unread=reason.text)
+
+
+def _groups(ranks: Sequence[RankStates], files: Sequence[str]) -> list[dict[Key, Node]]:
+    """The param groups, which all ranks must have alike."""
+    for number, other in enumerate(ranks[1:], 1):
+        for difference in compare_trees(ranks[0].groups, other.groups, "param_groups"):
+            path = difference.path
+            text = f"{difference.a} and {difference.b}" if isinstance(difference, TreeDifference) else "tensors"
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(files[0])} and {printable(files[number])} differ at {path}: {text}",
+                fix=_OTHER_SAVE,
+            )
+    nodes = sequence_items(ranks[0].groups, what=f"{printable(files[0])}: param_groups")
+    if strange := [path for node in nodes for path in foreign_paths(node, "param_groups")]:
+        raise SourceError(
+            "checkpoint.malformed", f"{printable(files[0])}: {printable(strange[0])} holds an object, not a value"
+        )
+    return [mapping_items(node, what=f"{printable(files[0])}: a param group") for node in nodes]
+
+
+class _Reading:
+    """One optimizer being read."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankStates],
+        model: Sequence[ModelTensor],
+        files: Sequence[str],
+        order: Order,
+        groups: Sequence[Mapping[Key, Node]],
+    ) -> None:
+        self._ranks, self._model, self._files, self._order = ranks, model, files, order
+        self._shapes = {t.name: t.shape for t in model}
+        self._groups = groups
+        self._members: dict[Key, int] = {}
+        for number, group in enumerate(groups):
+            for key in sequence_items(group.get(PARAMS), what=f"{printable(files[0])}: params of a param group"):
+                if type(key) is not int and type(key) is not str:
+                    raise SourceError("checkpoint.malformed", f"a param group has the member {kind_of(key)}")
+                if key in self._members:
+                    raise SourceError("checkpoint.malformed", f"{printable(str(key))} is in the param groups twice")
+                self._members[key] = number
+        if len({*map(type, self._members)}) > 1:
+            raise SourceError("checkpoint.malformed", "param groups have names and numbers as members")
+        if strangers := sorted({str(k) for r in ranks for k in r.states if k not in self._members}):
+            raise SourceError(
+                "checkpoint.malformed",
+                f"the optimizer has states of {counted(len(strangers), 'parameter')} of no param group: "
+                f"{listed(list(map(printable, strangers)))}",
+                fix=_OTHER_SAVE,
+            )
+        self._found = ReadOptimizer(tuple(ParamGroup({k: v for k, v in g.items() if k != PARAMS}) for g in groups))
+
+    @property
+    def _numbered(self) -> bool:
+        return any(type(key) is int for key in self._members)
+
+    def read(self) -> ReadOptimizer:
+        if odd := {n: k for r in self._ranks for n, k in r.odd.items()}:
+            said = listed([f"{printable(n)} ({k})" for n, k in odd.items()])
+            raise _Unread(f"the optimizer keeps states that are neither tensors nor numbers: {said}", _WEIGHTS)
+        if self._numbered and sorted(k for k in self._members if type(k) is int) != list(range(len(self._members))):
+            raise SourceError("checkpoint.malformed", "the numbers of the optimizer's parameters leave gaps")
+        if not self._numbered:
+            return self._with_boxes({key: self._named(str(key)) for key in self._members})
+        if self._is_flat():
+            return self._fsdp1()
+        return self._with_boxes(self._names_of_numbers(self._shapes_of_numbers()))
+
+    # Names.
+
+    def _named(self, key: str) -> str:
+        if key in self._shapes:
+            return key
+        plain = plain_name(key)
+        found = [n for n in self._shapes if plain_name(n) == plain]
+        if len(found) != 1:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"the optimizer names {printable(key)}, and the model has no such parameter",
+                fix=_OTHER_SAVE,
+            )
+        return found[0]
+
+    def _shapes_of_numbers(self) -> dict[Key, Shape]:
+        """The shape of each number that has a state with a shape of its own."""
+        found: dict[Key, Shape] = {}
+        for key in self._members:
+            shapes = {h.shape for r in self._ranks for h in r.states.get(key, {}).values() if isinstance(h, Held)}
+            if len(shapes) > 1:
+                text = f"number {key} has states of the shapes {listed(list(map(str, sorted(shapes))))}"
+                raise _Unread(f"the optimizer keeps states of several shapes: {text}", _WEIGHTS, Question.OPTIMIZER)
+            if shapes:
+                found[key] = next(iter(shapes))
+        return found
+
+    def _candidates(self) -> tuple[list[str], dict[str, str]]:
+        """The model's parameters in order, and ties by equal elements that the count of numbers asks for.
+
+        Where a mesh shards tensors, parameters are what it shards: FSDP shards each of them.
+        """
+        any_sharded = any(t.sharded for t in self._model)
+        names = [t for t in self._model if not t.twin and (t.sharded or not any_sharded)]
+        if len(names) <= len(self._members):
+            return [t.name for t in names], {}
+        ties = {t.name: t.equal for t in names if t.equal}
+        if len(names) - len(ties) == len(self._members):
+            return [t.name for t in names if t.name not in ties], ties
+        return [t.name for t in names], {}
+
+    def _names_of_numbers(
+        self, shapes: Mapping[Key, Shape], lengths: Mapping[Key, int] | None = None
+    ) -> dict[Key, str]:
+        """The name of each number, if the counts and all shapes say that the numbers are in the model's order.
+
+        Args:
+            shapes: The shape of numbers that have one.
+            lengths: The number of elements of numbers that have slices, in place of shapes.
+        """
+        names, ties = self._candidates()
+        keys: list[Key] = list(self._members)
+        if isinstance(self._order, tuple):
+            names = self._said(len(keys))
+        elif len(names) != len(keys):
+            if (adapter := self._of_adapter(names, shapes)) is not None:
+                return adapter
+            text = (
+                f"the optimizer numbers {counted(len(keys), 'parameter')}, and the model's files hold "
+                f"{counted(len(names), 'parameter')}"
+            )
+            raise _Unread(text, f"{_SAY_ORDER}; {_WEIGHTS}")
+        elif len(self._groups) > 1 and self._order is not ParamOrder.MODEL:
+            text = (
+                f"the optimizer numbers its {counted(len(keys), 'parameter')} over {len(self._groups)} param groups, "
+                "and nothing says which parameters are in which group"
+            )
+            model = "--param-order model if the groups take the model's parameters one after another"
+            raise _Unread(text, f"{_SAY_ORDER}; {model}")
+        found = dict(zip(sorted(keys, key=int), names, strict=True))
+        for key, name in found.items():
+            held = shapes.get(key) if lengths is None else lengths.get(key)
+            wanted = self._shapes[name] if lengths is None else prod(self._shapes[name])
+            if held is not None and held != wanted:
+                text = (
+                    f"the optimizer's number {key} has states of {held}{'' if lengths is None else ' elements'}, and "
+                    f"the parameter in its place, {printable(name)}, has {wanted}"
+                )
+                if isinstance(self._order, tuple):
+                    raise RequestError("request.invalid", f"--param-order: {text}", fix=_SAY_ORDER)
+                raise _Unread(f"{text}: the numbers do not count the model's parameters in order", _SAY_ORDER)
+        self._found.ties = ties
+        self._found.counts_all = True
+        if self._order is None and not self._proven(names):
+            self._found.assumed = (_IN_ORDER,)
+        return found
+
+    def _said(self, count: int) -> list[str]:
+        """The names that the user listed."""
+        said = [self._named(str(n)) for n in self._order] if isinstance(self._order, tuple) else []
+        if len(said) != count or len({*said}) != count:
+            text = f"--param-order has {counted(len({*said}), 'name')}, and the optimizer numbers {count}"
+            raise RequestError("request.invalid", text, fix="list each parameter of the optimizer once, in its order")
+        return said
+
+    def _proven(self, names: Sequence[str]) -> bool:
+        """True if all parameters have shapes of their own, so that shapes alone tell which number is which."""
+        shapes = [self._shapes[n] for n in names]
+        return len({*shapes}) == len(shapes)
+
+    def _of_adapter(self, names: Sequence[str], shapes: Mapping[Key, Shape]) -> dict[Key, str] | None:
+        """The names of numbers with states where the model's file holds an adapter alone; None if it does not.
+
+        The optimizer counts the base model's parameters, too, which are in no file. Those that were trained come in the
+        order of the adapter's names, and all shapes must fit.
+        """
+        trained = [k for k in sorted(self._members, key=int) if k in shapes]
+        if not names or not all(".lora_" in f".{n}" for n in names) or len(trained) != len(names):
+            return None
+        found = dict(zip(trained, names, strict=True))
+        if any(shapes[k] != self._shapes[n] for k, n in found.items()):
+            return None
+        self._found.adapter_alone = True
+        self._found.assumed = (_OF_ADAPTER,)
+        return found
+
+    # States as boxes.
+
+    def _with_boxes(self, names: Mapping[Key, str]) -> ReadOptimizer:
+        found = self._found
+        for key, name in names.items():
+            found.members[name] = self._members[key]
+            held = [r.states.get(key, {}) for r in self._ranks]
+            if lacking := [i for i, h in enumerate(held) if h.keys() != held[0].keys()]:
+                raise SourceError(
+                    "checkpoint.mixed",
+                    f"{printable(self._files[lacking[0]])} has the states {listed(list(held[lacking[0]])) or 'none'} "
+                    f"of {printable(str(key))}, and {printable(self._files[0])} has {listed(list(held[0])) or 'none'}",
+                    fix=_OTHER_SAVE,
+                )
+            for state in held[0]:
+                values = [h[state] for h in held]
+                boxes = tuple(v for v in values if isinstance(v, Held))
+                if len(boxes) != len(values):
+                    self._add_number(name, state, values)
+                elif boxes[0].shape == self._shapes[name]:
+                    found.states.setdefault(name, {})[state] = (boxes[0].dtype, boxes)
+                else:
+                    text = (
+                        f"the optimizer's state {printable(state)} of {printable(name)} is {boxes[0].shape}, and the "
+                        f"parameter is {self._shapes[name]}"
+                    )
+                    raise _Unread(text, _WEIGHTS, Question.OPTIMIZER)
+        self._freeze_base()
+        return found
+
+    def _add_number(self, name: str, state: str, values: Sequence[Held | Number]) -> None:
+        numbers = [v for v in values if isinstance(v, Number)]
+        first = numbers[0]
+        if other := [i for i, n in enumerate(values) if not isinstance(n, Number) or not n.equals(first)]:
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(state)} of {printable(name)} is another number in {printable(self._files[other[0]])} "
+                f"than in {printable(self._files[0])}",
+                fix=_OTHER_SAVE,
+            )
+        scalar = first.scalar()
+        if scalar is None:
+            raise _Unread(f"the optimizer's {printable(state)} of {printable(name)} is no plain number", _WEIGHTS)
+        self._found.scalars.setdefault(name, {})[state] = scalar
+
+    def _freeze_base(self) -> None:
+        """Take parameters without states for frozen where an adapter of PEFT is what has states."""
+        found = self._found
+        updated = {n for n in found.members if found.states.get(n) or found.scalars.get(n)}
+        adapter = {n for n in found.members if any(part in f".{n}" for part in _ADAPTER)}
+        if not self._numbered or not adapter or not updated or updated != adapter or len(adapter) == len(found.members):
+            return
+        found.frozen = tuple(n for n in found.members if n not in adapter)
+        found.members = {n: g for n, g in found.members.items() if n in adapter}
+        text = (
+            f"the optimizer lists {counted(len(found.frozen), 'parameter')} of the base model that PEFT froze and that "
+            "have no states; they are read as frozen"
+        )
+        found.warnings = (text,)
+
+    # FSDP1: slices of flattened parameters.
+
+    def _is_flat(self) -> bool:
+        """True if all states are one-dimensional and whole, although the model's tensors are sharded."""
+        held = [h for r in self._ranks for s in r.states.values() for h in s.values() if isinstance(h, Held)]
+        return bool(held) and all(h.plain and len(h.shape) == 1 for h in held) and any(t.sharded for t in self._model)
+
+    def _fsdp1(self) -> ReadOptimizer:
+        rows = range(len(self._ranks))
+        if any(t.sharded and t.coordinates != tuple(rows) for t in self._model):
+            raise _Unread(
+                "the optimizer keeps slices of FSDP1, and the model's mesh does not shard over all ranks in their "
+                "order (HYBRID_SHARD)",
+                f"save with FSDP2 (strategy fsdp2 of verl); {_WEIGHTS}",
+                Question.OPTIMIZER,
+            )
+        names, _ = self._candidates()
+        if len(names) == len(self._members):
+            lengths = {key: n for key in self._members if (n := self._sliced_length(key)) is not None}
+            return self._with_slices(self._names_of_numbers({}, lengths))
+        return self._with_units(names)
+
+    def _sliced_length(self, key: Key) -> int | None:
+        """The elements that all ranks hold of a number's states together; None for a number without states."""
+        totals: dict[str, int] = {}
+        for rank in self._ranks:
+            for state, held in rank.states.get(key, {}).items():
+                if isinstance(held, Held):
+                    totals[state] = totals.get(state, 0) + held.shape[0]
+        if len({*totals.values()}) > 1:
+            raise SourceError(
+                "checkpoint.coverage",
+                f"the states of the optimizer's number {key} have {listed([f'{n} ({s})' for s, n in totals.items()])} "
+                "elements",
+                fix=_OTHER_SAVE,
+            )
+        return next(iter(totals.values()), None)
+
+    def _with_slices(self, names: Mapping[Key, str]) -> ReadOptimizer:
+        for key, name in names.items():
+            self._found.members[name] = self._members[key]
+            for state, (dtype, slices) in self._slices(key).items():
+                self._found.states.setdefault(name, {})[state] = (dtype, slices)
+            self._add_numbers_of(key, [name])
+        self._freeze_base()
+        return self._found
+
+    def _add_numbers_of(self, key: Key, names: Sequence[str]) -> None:
+        """The states of a number that are single numbers, of those ranks that have any."""
+        held = [r.states.get(key, {}) for r in self._ranks]
+        for state in dict.fromkeys(s for h in held for s, v in h.items() if isinstance(v, Number)):
+            values = [h[state] for h in held if state in h]
+            for name in names:
+                self._add_number(name, state, values)
+
+    def _slices(self, key: Key) -> dict[str, tuple[Dtype, tuple[Slice, ...]]]:
+        """The slices of each state of a number, one after another in the order of ranks."""
+        found: dict[str, list[Slice]] = {}
+        dtypes: dict[str, Dtype] = {}
+        for number, rank in enumerate(self._ranks):
+            for state, held in rank.states.get(key, {}).items():
+                if not isinstance(held, Held):
+                    continue
+                if dtypes.setdefault(state, held.dtype) is not held.dtype or held.parts[0].stride is not None:
+                    raise SourceError(
+                        "checkpoint.mixed",
+                        f"{printable(state)} of the optimizer's number {key} is {dtypes[state].name} and "
+                        f"{held.dtype.name}, or not packed",
+                        fix=_OTHER_SAVE,
+                    )
+                slices = found.setdefault(state, [])
+                begin = slices[-1].end if slices else 0
+                slices.append(Slice(number, begin, begin + held.shape[0], held.parts[0].at))
+        return {state: (dtypes[state], tuple(slices)) for state, slices in found.items()}
+
+    def _with_units(self, names: Sequence[str]) -> ReadOptimizer:
+        """The states of flat parameters, cut into those of the parameters of each unit."""
+        if isinstance(self._order, tuple):
+            raise RequestError(
+                "request.invalid",
+                "--param-order lists parameters, and this optimizer numbers the flat parameters of FSDP1",
+                fix="leave --param-order out",
+            )
+        equal = {t.name: t.equal for t in self._model if t.equal and not t.twin}
+        keys = sorted(self._members, key=int)
+        for without in ({}, equal) if equal else ({},):
+            units = _units([n for n in names if n not in without])
+            if len(units) == len(keys) and all(self._fits(k, u) for k, u in zip(keys, units, strict=True)):
+                self._found.ties = dict(without)
+                break
+        else:
+            units = _units(names)
+            text = (
+                f"the optimizer keeps {counted(len(keys), 'flat parameter')} of FSDP1 (use_orig_params=False) with "
+                f"{listed([str(self._sliced_length(k)) for k in keys])} elements, and the model's root and layers have "
+                f"{listed([str(self._numel(u)) for u in units])}"
+            )
+            raise _Unread(
+                text,
+                f"save with use_orig_params=True or with FSDP2 (strategy fsdp2 of verl); {_WEIGHTS}",
+                Question.OPTIMIZER,
+            )
+        if len(self._groups) > 1:
+            raise _Unread("the optimizer groups flat parameters of FSDP1", _WEIGHTS, Question.OPTIMIZER)
+        self._found.counts_all = True
+        for key, unit in zip(keys, units, strict=True):
+            self._cut_unit(key, unit)
+        # Units come in another order than the parameters that a run with other units numbers.
+        self._found.members = {n: self._found.members[n] for n in self._shapes if n in self._found.members}
+        self._found.assumed = (_OF_UNITS,)
+        return self._found
+
+    def _numel(self, names: Sequence[str]) -> int:
+        return sum(prod(self._shapes[n]) for n in names)
+
+    def _fits(self, key: Key, unit: Sequence[str]) -> bool:
+        """True if each rank holds the same share of a unit, padded at the end to a multiple of the ranks."""
+        share = -(-self._numel(unit) // len(self._ranks))
+        lengths = {v.shape[0] for r in self._ranks for v in r.states.get(key, {}).values() if isinstance(v, Held)}
+        return lengths <= {share}
+
+    def _cut_unit(self, key: Key, unit: Sequence[str]) -> None:
+        found, at = self._found, 0
+        slices = self._slices(key)
+        for name in unit:
+            end = at + prod(self._shapes[name])
+            found.members[name] = self._members[key]
+            for state, (dtype, held) in slices.items():
+                inner = tuple(
+                    Slice(
+                        s.rank,
+                        max(s.begin, at) - at,
+                        min(s.end, end) - at,
+                        s.at + (max(s.begin, at) - s.begin) * dtype.itemsize_bytes,
+                    )
+                    for s in held
+                    if max(s.begin, at) < min(s.end, end)
+                )
+                found.states.setdefault(name, {})[state] = (dtype, inner)
+            at = end
+        self._add_numbers_of(key, unit)
+
+
+def _units(names: Sequence[str]) -> list[list[str]]:
+    """The units of FSDP1 that wraps each layer: the rest of the model, then each layer in its order."""
+    rest: list[str] = []
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        match = _LAYER.match(name)
+        (rest if match is None else layers.setdefault(match[0], [])).append(name)
+    return [*([rest] if rest else []), *layers.values()]
+
+
+_IN_ORDER = Undecided(
+    Question.ORDER,
+    "the optimizer numbers its parameters, and numbers are taken for the model's order, as verl and SkyRL make it of "
+    "model.parameters(); counts and shapes fit",
+    f"{_SAY_ORDER}, if the run made its optimizer in another way",
+)
+_OF_UNITS = Undecided(
+    Question.ORDER,
+    "the optimizer keeps flat parameters of FSDP1, which are cut as FSDP1 flattens each layer and the rest of the "
+    "model; their lengths fit",
+    "save with FSDP2 if the run wraps other modules",
+)
+_OF_ADAPTER = Undecided(
+    Question.ORDER,
+    "the model's files hold an adapter alone and the optimizer numbers the base model, too; those numbers that have "
+    "states are taken for the adapter's parameters in order, and all shapes fit",
+    "save with the base model (save_lora_only: false) for names that need no such step",
+)

@@ -1,0 +1,485 @@
+"""Sharded tensors in pickles of one rank: which box of the whole tensor this rank's file holds, as plain numbers.
+
+`DTensor` (FSDP2, and FSDP1 with a device mesh) names a mesh of ranks and a placement for each axis of the mesh. The
+box of a rank follows from its coordinates by torch's rule of chunks. `ShardedTensor` (FSDP1) names the box itself.
+Nothing is unpickled. What a file says twice must agree: shapes, ranks, coordinates, and the size of the local tensor.
+
+Source: torch 2.13.0 `distributed/tensor/_utils.py` (`_compute_local_shape_and_global_offset`),
+`distributed/tensor/placement_types.py` (`_StridedShard`), `distributed/tensor/_dtensor_spec.py` (`shard_order`),
+`distributed/device_mesh.py` (`__getstate__`), `distributed/_mesh_layout.py`; torch 2.5 `distributed/device_mesh.py`
+(`mesh`, `_coordinate_on_dim`); torch 2.13.0 `distributed/_shard/sharded_tensor/api.py` (`__getstate__`); verified by
+running, the older mesh by its source alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+
+from reshard.errors import SourceError, counted, listed, printable
+from reshard_engine.containers.torch_file import TorchFile, place_of
+from reshard_engine.pickles.nodes import Global, Node, PDict, PObject, PTensor, PTuple, kind_of, sequence_items
+from reshard_engine.pickles.rebuild import made_of_tensors
+from reshard_engine.tensors.dtypes import BY_NAME, Dtype
+from reshard_engine.tensors.shard_map import is_packed
+
+Shape = tuple[int, ...]
+_MOST = 1 << 62
+_MOST_RANKS = 1 << 20
+_MESH_TYPES = {"int32": "i", "int64": "q"}
+_COPY_AGAIN = "copy the files of this rank again from where they were written"
+
+_TENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")
+"""The package of DTensors, and its name up to torch 2.4."""
+_SHARD = "torch.distributed._shard"
+_DTENSORS = frozenset({
+    *(f"{p}.DTensor" for p in _TENSOR),
+    "torch.distributed.tensor._api.DTensor", "torch.distributed._tensor.api.DTensor",
+})  # fmt: skip
+_SHARDED_TENSOR = f"{_SHARD}.sharded_tensor.api.ShardedTensor"
+KNOWN = frozenset({
+    *_DTENSORS,
+    *(f"{p}.placement_types.{n}" for p in _TENSOR for n in (
+        "Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "DTensorSpec", "TensorMeta",
+    )),
+    *(f"{p}._dtensor_spec.{n}" for p in _TENSOR for n in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")),
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout",
+    _SHARDED_TENSOR, f"{_SHARDED_TENSOR}.ProcessGroupState",
+    f"{_SHARD}.sharded_tensor.shard.Shard", f"{_SHARD}.metadata.ShardMetadata",
+    f"{_SHARD}.sharded_tensor.metadata.ShardedTensorMetadata",
+    f"{_SHARD}.sharded_tensor.metadata.TensorProperties", f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    "torch.distributed.remote_device._remote_device",
+})  # fmt: skip
+"""The names that these objects consist of. They become numbers here, and no target ever names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, in elements, and where the rank's file holds it."""
+
+    offsets: Shape
+    sizes: Shape
+    at: int
+    """Byte offset of the box's first element in the file."""
+    stride: Shape | None
+    """Strides of the box in the file, in elements; None if it is packed in row-major order."""
+    place: tuple[object, ...]
+    """A key that is equal for two parts of one file that are the same memory of the run."""
+    sum: int | None
+    """CRC-32 of the elements, where they are all of a record whose sum the file's directory has."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank's file holds of one tensor."""
+
+    dtype: Dtype
+    shape: Shape
+    """The shape of the whole tensor."""
+    layout: str
+    """How the tensor lies on all ranks, in words that every rank's file must agree on; `whole` for a plain tensor."""
+    parts: tuple[Part, ...]
+    """The boxes of this rank. A plain tensor is one box, and so is an empty shard."""
+    coordinate: int | None = None
+    """The place of this rank along the only axis that shards the tensor; None if there is no such single axis."""
+
+    @property
+    def plain(self) -> bool:
+        """True for a tensor that no mesh shards."""
+        return self.layout == WHOLE
+
+
+WHOLE = "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mesh:
+    """A mesh of ranks, and the place of one rank in it."""
+
+    shape: Shape
+    names: str
+    coordinate: Shape
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(str, self.shape))
+        return f"a mesh of ({axes}){self.names}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """One placement: `Shard` and `_StridedShard` have a dimension, `Replicate` has none."""
+
+    kind: str
+    dim: int | None = None
+    split: int = 1
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return self.kind
+        return f"{self.kind}({self.dim})" if self.split == 1 else f"{self.kind}({self.dim}, {self.split})"
+
+
+@dataclass(slots=True)
+class RankFile:
+    """One parsed file of one rank. Meshes are shared by all tensors of a file, so each is read once."""
+
+    parsed: TorchFile
+    rank: int
+    """The rank in the file's name."""
+    world: int
+    """The number of ranks, by the files' names."""
+    _meshes: dict[int, _Mesh] = field(default_factory=dict[int, _Mesh])
+
+    @property
+    def name(self) -> str:
+        """The file's name, for messages."""
+        return printable(self.parsed.file.name)
+
+    def held(self, node: Node, what: str) -> Held | None:
+        """What the file holds of a tensor; None for a value that is no tensor.
+
+        Args:
+            node: The value.
+            what: Its name in messages.
+
+        Raises:
+            SourceError: `checkpoint.malformed` where the file contradicts itself, `checkpoint.mixed` for a file of
+                another rank or world, `source.unsupported` for placements that are not read.
+        """
+        if isinstance(node, PTensor):
+            return Held(BY_NAME[node.dtype], node.shape, WHOLE, (self._part(node, (0,) * len(node.shape)),))
+        made = made_of_tensors(node)
+        if made is None:
+            return None
+        if made.kind.dotted in _DTENSORS:
+            return self._dtensor(node, made.shape, BY_NAME[made.dtype], what)
+        if made.kind.dotted == _SHARDED_TENSOR:
+            return self._sharded_tensor(node, made.shape, BY_NAME[made.dtype], what)
+        raise SourceError(
+            "source.unsupported",
+            f"{self.name}: {what} is a {printable(made.kind.dotted)}, a tensor that is made of others",
+            fix="save it as a plain tensor (dequantized), or name the directory of an older save",
+        )
+
+    def _bad(self, what: str, text: str) -> SourceError:
+        return SourceError("checkpoint.malformed", f"{self.name}: {what}: {text}", fix=_COPY_AGAIN)
+
+    def _part(self, tensor: PTensor, offsets: Shape) -> Part:
+        stride = None if is_packed(tensor.shape, tensor.stride) else tensor.stride
+        if not tensor.numel:
+            return Part(offsets, tensor.shape, 0, None, place_of(tensor), None)
+        record, at = self.parsed.storage_extent(tensor.storage), self.parsed.tensor_offset(tensor)
+        length = tensor.numel * BY_NAME[tensor.dtype].itemsize_bytes
+        whole = stride is None and (record.offset, record.length_bytes) == (at, length)
+        return Part(offsets, tensor.shape, at, stride, place_of(tensor), record.crc32 if whole else None)
+
+    # DTensors.
+
+    def _dtensor(self, node: PObject, shape: Shape, dtype: Dtype, what: str) -> Held:
+        state = _attributes(node.args.items[3])
+        local, spec = state.get("_local_tensor"), _attributes_of(state.get("_spec"))
+        if not isinstance(local, PTensor) or not spec:
+            raise self._bad(what, f"the local tensor of a DTensor is {kind_of(local)}")
+        self._check_meta(spec.get("tensor_meta"), shape, dtype, what)
+        if local.dtype != dtype.name:
+            raise self._bad(what, f"the DTensor is {dtype.name}, and its local tensor {local.dtype}")
+        mesh = self._mesh(spec.get("mesh"), what)
+        placements = [self._placement(n, len(shape), what) for n in self._items(spec.get("placements"), what)]
+        if len(placements) != len(mesh.shape):
+            raise self._bad(what, f"{counted(len(placements), 'placement')} on {mesh}")
+        self._check_order(spec.get("shard_order"), placements, what)
+        offsets, sizes = self._box(shape, mesh, placements, what)
+        if local.shape != sizes:
+            text = (
+                f"{listed(list(map(str, placements)))} of {shape} at {mesh.coordinate} of {mesh} is {sizes}, and the "
+                f"local tensor is {local.shape}"
+            )
+            raise self._bad(what, text)
+        cutting = [c for p, c in zip(placements, mesh.coordinate, strict=True) if p.dim is not None]
+        layout = f"{', '.join(map(str, placements))} on {mesh}"
+        single = cutting[0] if len(cutting) == 1 and placements[-1].dim is not None else None
+        return Held(dtype, shape, layout, (self._part(local, offsets),), single)
+
+    def _check_meta(self, meta: Node, shape: Shape, dtype: Dtype, what: str) -> None:
+        """Refuse a specification whose shape or type is another one than the tensor's."""
+        if meta is None:
+            return
+        items = meta.args.items if isinstance(meta, PObject) else ()
+        said = self._shape(items[0], what) if len(items) == 3 else None
+        kind = items[2] if len(items) == 3 else None
+        if said != shape or not isinstance(kind, Global) or kind.dotted != f"torch.{dtype.name}":
+            raise self._bad(what, f"the DTensor is {dtype.name} {shape}, and its specification says {said}")
+
+    def _check_order(self, order: Node, placements: list[_Placement], what: str) -> None:
+        """Refuse an order of cuts that is not that of the mesh's axes: nothing here proves where its boxes lie.
+
+        Source: torch 2.13.0 `distributed/tensor/_dtensor_spec.py` (`ShardOrderEntry`): None with `_StridedShard`.
+        """
+        for entry in [] if order is None else self._items(order, what):
+            items = entry.args.items if isinstance(entry, PObject) else ()
+            axes = self._items(items[1], what) if len(items) == 2 else []
+            by_axis = [i for i, p in enumerate(placements) if p.dim is not None and items and p.dim == items[0]]
+            if axes != by_axis:
+                said = listed(list(map(str, placements)))
+                text = f"it is cut over the mesh's axes {axes}, and its placements are {said}"
+                raise SourceError(
+                    "source.unsupported",
+                    f"{self.name}: {what}: {text}",
+                    fix="redistribute the tensor to placements in the order of the mesh, and save again",
+                )
+
+    def _placement(self, node: Node, dims: int, what: str) -> _Placement:
+        cls = node.cls if isinstance(node, PObject) else None
+        kind = cls.name if isinstance(cls, Global) and cls.module.endswith(".placement_types") else ""
+        if kind == "Replicate":
+            return _Placement(kind)
+        if kind in ("Shard", "_StridedShard"):
+            state = _attributes_of(node)
+            dim, split = state.get("dim"), state.get("split_factor", 1)
+            if type(dim) is not int or not 0 <= dim < dims or type(split) is not int or not 1 <= split < _MOST_RANKS:
+                raise self._bad(what, f"{kind} of dimension {printable(str(dim))} of a tensor of {dims} dimensions")
+            return _Placement(kind, dim, split)
+        raise SourceError(
+            "source.unsupported",
+            f"{self.name}: {what} has the placement {kind or kind_of(node)}, and only Shard, _StridedShard and "
+            "Replicate say where elements lie",
+            fix="redistribute the tensor to Shard or Replicate, and save again",
+        )
+
+    def _box(self, shape: Shape, mesh: _Mesh, placements: list[_Placement], what: str) -> tuple[Shape, Shape]:
+        """Offsets and sizes of this rank's box: the axes cut in order, those of `_StridedShard` after later ones."""
+        offsets, sizes = [0] * len(shape), list(shape)
+        for axis in self._in_order(shape, mesh, placements, what):
+            dim = placements[axis].dim
+            if dim is None:
+                continue
+            length, count, place = sizes[dim], mesh.shape[axis], mesh.coordinate[axis]
+            chunk = -(-length // count)
+            begin, end = min(length, place * chunk), min(length, (place + 1) * chunk)
+            offsets[dim] += begin
+            sizes[dim] = end - begin
+        return tuple(offsets), tuple(sizes)
+
+    def _in_order(self, shape: Shape, mesh: _Mesh, placements: list[_Placement], what: str) -> list[int]:
+        """The axes of a mesh in the order in which they cut.
+
+        FSDP cuts what tensor parallelism has cut: its axis comes first in the mesh and second in time, which
+        `_StridedShard` says by the number of cuts before it. That torch takes the same boxes is proven where all cuts
+        are even; where they are not, torch itself puts such tensors together by another rule.
+        """
+        order = [i for i, p in enumerate(placements) if p.kind != "_StridedShard"]
+        for axis, placement in enumerate(placements):
+            if placement.kind != "_StridedShard":
+                continue
+            dim = placement.dim
+            same = [i for i, p in enumerate(placements) if p.dim == dim]
+            later = [i for i in same if i > axis]
+            parts = prod(mesh.shape[i] for i in same)
+            even = dim is not None and shape[dim] % parts == 0
+            alone = len(same) == len(later) + 1 and all(placements[i].kind == "Shard" for i in later)
+            if not even or not alone or placement.split != prod(mesh.shape[i] for i in later):
+                text = f"{listed(list(map(str, placements)))} of {shape} on {mesh}"
+                raise SourceError(
+                    "source.unsupported",
+                    f"{self.name}: {what} is {text}: such cuts are read where they are even, and where _StridedShard "
+                    "counts all later cuts of its dimension",
+                    fix="save with torch.distributed.checkpoint, whose files name each box",
+                )
+            order.append(axis)
+        return order
+
+    # Meshes.
+
+    def _mesh(self, node: Node, what: str) -> _Mesh:
+        found = self._meshes.get(id(node))
+        if found is None:
+            found = self._meshes[id(node)] = self._read_mesh(node, what)
+        return found
+
+    def _read_mesh(self, node: Node, what: str) -> _Mesh:
+        state = _attributes_of(node)
+        said = state.get("_coordinate_on_dim")
+        names = state.get("_mesh_dim_names", state.get("mesh_dim_names"))
+        words = "" if names is None else f" named {listed([str(n) for n in self._items(names, what)])}"
+        if "_layout" in state and "_rank_map" in state:
+            ranks = self._rank_map(state, what)
+            shape, coordinate = self._of_layout(state.get("_layout"), ranks, state.get("_rank"), what)
+        elif isinstance(state.get("mesh"), PTensor):
+            shape = state["mesh"].shape
+            ranks = self._numbers(state["mesh"], what)
+            if self.rank not in ranks:
+                raise self._other_rank(f"its mesh is of the ranks {listed(list(map(str, ranks)))}")
+            coordinate = _unraveled(ranks.index(self.rank), shape)
+        else:
+            raise SourceError(
+                "source.unsupported",
+                f"{self.name}: {what} lies on a device mesh with the attributes {listed(sorted(map(str, state)))}, "
+                "whose form is not known",
+                fix="report the torch version that wrote it; save with torch.distributed.checkpoint until then",
+            )
+        if said is None or tuple(self._items(said, what)) != coordinate:
+            places = None if said is None else tuple(self._items(said, what))
+            text = f"rank {self.rank} is at {coordinate} of its mesh, and the mesh says {places}"
+            raise self._other_rank(text)
+        if beyond := [r for r in ranks if r >= self.world]:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{self.name} is of a run of {max(beyond) + 1} ranks or more, and the directory holds files of "
+                f"{self.world}",
+                fix="copy the files of all ranks into one directory: each node may have kept its own",
+            )
+        if len(set(ranks)) != len(ranks):
+            raise self._bad(what, "a rank is in its mesh twice")
+        return _Mesh(shape, words, coordinate)
+
+    def _other_rank(self, text: str) -> SourceError:
+        return SourceError(
+            "checkpoint.mixed",
+            f"{self.name} was not written by rank {self.rank} of {self.world}: {text}",
+            fix="give the files the names that they were saved under: a rank's number is part of its files' names",
+        )
+
+    def _rank_map(self, state: Mapping[str, Node], what: str) -> list[int]:
+        ranks = self._numbers(state["_rank_map"], what)
+        flat = state.get("_flatten_rank_map")
+        if flat is not None and self._items(flat, what) != ranks:
+            raise self._bad(what, "its mesh lists its ranks twice, differently")
+        return ranks
+
+    def _numbers(self, tensor: Node, what: str) -> list[int]:
+        """The numbers in a small tensor of ranks, which is no tensor of the model."""
+        form = _MESH_TYPES.get(tensor.dtype) if isinstance(tensor, PTensor) else None
+        if form is None or not 0 < tensor.numel <= _MOST_RANKS or not is_packed(tensor.shape, tensor.stride):
+            raise self._bad(what, "its mesh is not a tensor of integers")
+        size = tensor.numel * BY_NAME[tensor.dtype].itemsize_bytes
+        data = self.parsed.file.read(self.parsed.tensor_offset(tensor), size)
+        return list(struct.unpack(f"<{tensor.numel}{form}", data))
+
+    def _of_layout(self, layout: Node, ranks: list[int], rank: Node, what: str) -> tuple[Shape, Shape]:
+        """The shape of a mesh, and the coordinates of this rank.
+
+        An axis is a list of lengths and strides over the list of ranks. A mesh of some axes of a larger one has less
+        axes than its list of ranks; the rank itself says which part it is.
+        """
+        if rank != self.rank:
+            raise self._other_rank(f"its mesh says that rank {printable(str(rank), max_chars=40)} wrote it")
+        if self.rank not in ranks:
+            raise self._other_rank(f"its mesh is of the ranks {listed(list(map(str, ranks)))}")
+        at = ranks.index(self.rank)
+        axes = self._axes(_attributes_of(layout), what)
+        leaves = sorted((s, n) for axis in axes for n, s in axis)
+        fits = all(high[0] % (low[0] * low[1]) == 0 for low, high in pairwise(leaves))
+        if not fits or (leaves and leaves[-1][0] * leaves[-1][1] > len(ranks)):
+            raise self._bad(what, f"the axes of its mesh do not fit a list of {counted(len(ranks), 'rank')}")
+        coordinate: list[int] = []
+        for axis in axes:
+            place = 0
+            for length, stride in axis:
+                place = place * length + at // stride % length
+            coordinate.append(place)
+        return tuple(prod(n for n, _ in axis) for axis in axes), tuple(coordinate)
+
+    def _axes(self, layout: Mapping[str, Node], what: str) -> list[list[tuple[int, int]]]:
+        """For each axis of a mesh its lengths and strides. An axis of one rank has none."""
+        if "axes" in layout:
+            held = [_attributes_of(axis) for axis in self._items(layout["axes"], what)]
+            pairs = [(a.get("shape"), a.get("stride")) for a in held]
+        else:
+            pairs = list(
+                zip(self._items(layout.get("shape"), what), self._items(layout.get("stride"), what), strict=False)
+            )
+        found: list[list[tuple[int, int]]] = []
+        for lengths, strides in pairs:
+            one = [[n] if type(n) is int else self._items(n, what) for n in (lengths, strides)]
+            if len(one[0]) != len(one[1]) or not all(
+                type(n) is int and 0 < n < _MOST_RANKS for n in (*one[0], *one[1])
+            ):
+                raise self._bad(what, "an axis of its mesh has other lengths than strides")
+            found.append(list(zip(*one, strict=True)))
+        return found
+
+    # ShardedTensors.
+
+    def _sharded_tensor(self, node: PObject, shape: Shape, dtype: Dtype, what: str) -> Held:
+        state = self._items(node.args.items[3], what)
+        if len(state) != 5:
+            raise self._bad(what, f"a ShardedTensor with {len(state)} parts of state")
+        shards, metadata, group = self._items(state[0], what), _attributes_of(state[1]), _attributes_of(state[2])
+        ranks, world = group.get("global_rank"), group.get("global_world_size")
+        if ranks != self.rank:
+            raise self._other_rank(f"its group says that rank {printable(str(ranks), max_chars=40)} wrote it")
+        if world != self.world:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{self.name} is of a run of {printable(str(world), max_chars=40)} ranks, and the directory holds "
+                f"files of {self.world}",
+                fix="copy the files of all ranks of one save into one directory",
+            )
+        if self._shape(metadata.get("size"), what) != shape:
+            raise self._bad(what, f"the tensor is {shape}, and its metadata says another size")
+        boxes = [self._shard_box(n, len(shape), what) for n in self._items(metadata.get("shards_metadata"), what)]
+        parts: list[Part] = []
+        for shard in shards:
+            held = _attributes_of(shard)
+            box, tensor = self._shard_box(held.get("metadata"), len(shape), what), held.get("tensor")
+            if box not in boxes:
+                raise self._bad(what, f"its shard at {box[0]} is not one of those that the metadata lists")
+            if not isinstance(tensor, PTensor) or tensor.shape != box[1] or tensor.dtype != dtype.name:
+                raise self._bad(what, f"its shard at {box[0]} is {box[1]}, and the local tensor is another one")
+            parts.append(self._part(tensor, box[0]))
+        words = "; ".join(f"{sizes} at {offsets}" for offsets, sizes in boxes)
+        return Held(dtype, shape, f"shards of {words}", tuple(parts))
+
+    def _shard_box(self, node: Node, dims: int, what: str) -> tuple[Shape, Shape]:
+        state = _attributes_of(node)
+        offsets, sizes = (self._shape(state.get(key), what) for key in ("shard_offsets", "shard_sizes"))
+        if len(offsets) != dims or len(sizes) != dims:
+            raise self._bad(what, f"a shard with {len(offsets)} offsets of a tensor of {dims} dimensions")
+        return offsets, sizes
+
+    # Values.
+
+    def _items(self, node: Node, what: str) -> list[Node]:
+        return sequence_items(node, what=f"{self.name}: {what}")
+
+    def _shape(self, node: Node, what: str) -> Shape:
+        if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "torch.Size":
+            node = node.args.items[0] if node.args.items else PTuple()
+        found = self._items(node, what)
+        if not all(type(n) is int and 0 <= n < _MOST for n in found):
+            raise self._bad(what, "a shape with lengths that are no counts")
+        return tuple(found)
+
+
+def _unraveled(number: int, shape: Shape) -> Shape:
+    """The coordinates of the element with this number in row-major order."""
+    found: list[int] = []
+    for length in reversed(shape):
+        found.append(number % length)
+        number //= length
+    return tuple(reversed(found))
+
+
+def _attributes_of(node: Node) -> dict[str, Node]:
+    """The attributes of an object of a class; none for any other value."""
+    return _attributes(node.state) if isinstance(node, PObject) and node.has_state else {}
+
+
+def _attributes(state: Node) -> dict[str, Node]:
+    """The attributes in the state of an object: a dict, or a pair of one and of slots."""
+    dicts = [state] if isinstance(state, PDict) else list(state.items) if isinstance(state, PTuple) else []
+    found: dict[str, Node] = {}
+    for part in dicts:
+        if isinstance(part, PDict):
+            found |= {k: v for k, v in zip(part.pairs[::2], part.pairs[1::2], strict=True) if type(k) is str}
+    return found
