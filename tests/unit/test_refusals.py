@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from house.promises import command
+from house.rank_cases import rank_case
 from house.repository import ROOT
 from house.saves import LAUNCHERS, make_save
 from laws.small_models import piped_model, write_source
@@ -78,27 +79,6 @@ _SHARDS = [f"{item}_{r}.pt" for item in ("model", "optimizer", "rng") for r in r
 
 
 _OF_RANKS = {
-    "verl": (
-        [*_VERL, "fsdp_config.json", "huggingface/config.json"],
-        "",
-        "verl's or SkyRL's FSDP files, one for each of 4",
-    ),
-    "verl's step": ([f"actor/{n}" for n in _VERL], "actor", "verl's or SkyRL's FSDP files"),
-    "verl's run": (
-        ["latest_checkpointed_iteration.txt", *(f"global_step_{i}/actor/{n}" for i in (9, 10) for n in _VERL)],
-        "global_step_10/actor",
-        "verl's or SkyRL's FSDP files",
-    ),
-    "Accelerate": (
-        [f"{item}_0_rank{r}.bin" for item in ("pytorch_model_fsdp", "optimizer") for r in range(2)],
-        "",
-        "Accelerate's FSDP files, one for each of 2 ranks",
-    ),
-    "LOCAL_STATE_DICT": (
-        [f"pytorch_model_fsdp_rank{r}.bin" for r in range(3)],
-        "",
-        "Accelerate's FSDP files, one for each of 3 ranks",
-    ),
     "torch_checkpointing": ([*_SHARDS, "metadata.pkl"], "", "torch_checkpointing's shards, of 2 ranks"),
     "without a resharder": (_SHARDS, "", "torch_checkpointing's shards, of 2 ranks"),
     "safetensors": (
@@ -121,13 +101,42 @@ def test_files_of_ranks_are_called_what_they_are(kind: str, tmp_path: Path) -> N
         assert "Megatron" not in error + fix
 
 
+def test_local_state_dicts_of_fsdp_are_called_what_they_are(tmp_path: Path) -> None:
+    place = _files(tmp_path / "run", [f"pytorch_model_fsdp_rank{r}.bin" for r in range(3)])
+    for words in (["inspect", str(place)], ["convert", str(place), str(tmp_path / "out"), "--to", "safetensors"]):
+        error, fix = _said(*words)
+        assert error.startswith(f"source.unsupported: {place} holds local state dicts of FSDP")
+        assert "SHARDED_STATE_DICT" in fix
+        assert "Megatron" not in error + fix
+
+
+_BELOW = {
+    "verl's step": ([f"actor/{n}" for n in _VERL], "--tag actor (there are: actor)"),
+    "verl's step with two models": (
+        [f"{m}/{n}" for m in ("actor", "critic") for n in _VERL],
+        "--tag critic (there are: actor, critic)",
+    ),
+    "verl's run": (
+        ["latest_checkpointed_iteration.txt", *(f"global_step_{i}/actor/{n}" for i in (9, 10) for n in _VERL)],
+        "global_step_10/actor; there are: global_step_10/actor, global_step_9/actor",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _BELOW)
+def test_runs_of_verl_lead_to_the_directories_of_their_models(kind: str, tmp_path: Path) -> None:
+    files, says = _BELOW[kind]
+    place = _files(tmp_path / "run", files)
+    for words in (["inspect", str(place)], ["convert", str(place), str(tmp_path / "out"), "--to", "safetensors"]):
+        error, fix = _said(*words)
+        assert error.startswith("source.unknown_kind")
+        assert says in fix
+        assert "Megatron" not in error + fix
+
+
 @pytest.mark.parametrize(
     ("name", "below", "says"),
     [
-        ("verl_fsdp2_tied_w4", "", "verl's or SkyRL's FSDP files, one for each of 4 ranks"),
-        ("verl_fsdp1_flat_w2", "global_step_3", "verl's or SkyRL's FSDP files, one for each of 2 ranks"),
-        ("acc_nodcp_fsdp2_w4", "", "Accelerate's FSDP files, one for each of 4 ranks"),
-        ("acc_nodcp_fsdp1_w2", "", "Accelerate's FSDP files, one for each of 2 ranks"),
         ("tc_fsdp2_w4", "", "torch_checkpointing's shards, of 4 ranks"),
         ("tc_sts_w4", "step-3", "torch_checkpointing's shards, of 4 ranks"),
     ],
@@ -142,13 +151,33 @@ def test_real_files_of_ranks_are_called_what_they_are(name: str, below: str, say
     assert says in error
 
 
+@pytest.mark.parametrize(
+    ("name", "below", "kind"),
+    [
+        ("verl_fsdp2_tied_w4", "", "fsdp-ranks-verl, dp=4"),
+        ("verl_fsdp1_flat_w2", "global_step_3", "fsdp-ranks-verl, dp=2"),
+        ("acc_nodcp_fsdp2_w4", "", "fsdp-ranks-accelerate, dp=4"),
+        ("acc_nodcp_fsdp1_w2", "", "fsdp-ranks-accelerate, dp=2"),
+    ],
+)
+def test_real_files_of_fsdp_ranks_are_read_or_lead_to_what_is(name: str, below: str, kind: str, tmp_path: Path) -> None:
+    case = rank_case(name, tmp_path)
+    place = case.folder / "ckpt" / below
+    if name.startswith("verl"):
+        _, fix = _said("inspect", str(place))
+        tag = re.search(r"--tag ([a-z]+)", fix)
+        place = place / tag[1] if tag else Path(shlex.split(_command_in(fix))[2])
+    code, out, _ = command("inspect", str(place))
+    assert code == 0
+    assert out.startswith(kind)
+
+
 def test_weights_that_lie_in_one_piece_beside_or_below_them_are_read(tmp_path: Path) -> None:
     beside = _weights(tmp_path / "beside", *_SHARDS, "metadata.pkl")
     assert command("inspect", str(beside))[0] == 0
     actor = _files(tmp_path / "run" / "actor", _VERL)
     _weights(actor / "huggingface")
-    _, fix = _said("inspect", str(actor))
-    _run(_command_in(fix), tmp_path / "out")
+    assert command("inspect", str(actor / "huggingface"))[0] == 0
 
 
 def test_megatron_is_told_from_verl_by_the_directories_beside_the_tracker(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""Real checkpoints with one file for each rank, which lie outside the project: tests skip where they are absent."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from house.repository import ROOT
+
+CASES = ROOT.parent / "shared" / "checkpoints" / "rank_files"
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """One checkpoint, and the state of the run that saved it."""
+
+    folder: Path
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """World, hyper-parameters of the groups, names of buffers, second names of tied pairs."""
+        return dict(json.loads((self.folder / "expected.json").read_text()))
+
+    @property
+    def truth(self) -> Path:
+        """The live run's tensors: `NAME/fp32`, `NAME/exp_avg`, ..., `NAME/buffer`."""
+        return self.folder / "expected.safetensors"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The directory with the files of the ranks."""
+        return self.folder / "ckpt" / self.facts.get("load_from", "")
+
+
+def rank_case(name: str, place: Path) -> RankCase:
+    """The checkpoint with this name, unpacked in `place`; the test is skipped if it is not here."""
+    archive = CASES / f"{name}.tar.xz"
+    if not archive.is_file():
+        pytest.skip(f"the real checkpoint {name} is not here: it lies outside the project")
+    if not (place / name).exists():
+        with tarfile.open(archive) as files:
+            files.extractall(place, filter="data")
+    return RankCase(place / name)
