@@ -28,6 +28,7 @@ from reshard_engine.checkpoint import (
     FormatFacts,
     OptimizerState,
     Parameter,
+    ParamGroup,
     Question,
     Undecided,
 )
@@ -342,6 +343,7 @@ class _Assembly:
         self._tensors = _Tensors([f.name for f in files.files])
         self._model = _Model(self._opened(files.model, _model_of_rank), files.model)
         self._first_state = len(self._files)
+        self._first_optimizer: TorchFile | None = None
         self._optimizer = self._read_optimizer()
         self._ties = self._tied()
         self._weights = {name: self._add_weight(name) for name in self._model.held if name not in self._ties.twins}
@@ -368,7 +370,7 @@ class _Assembly:
         state = self._extra_state()
         kinds = self._kinds()
         model, optimizer, plain = self._model, self._optimizer, self._model.plain
-        read = None if optimizer is None or optimizer.unread else OptimizerState(optimizer.groups)
+        read = None if optimizer is None or optimizer.unread else OptimizerState(self._groups(optimizer))
         world = {"dp": self._set.world}
         longer = {short: name for name, short in plain.items() if name != short}
         return Checkpoint(
@@ -405,7 +407,18 @@ class _Assembly:
         if not files:
             return None
         ranks = self._opened(files, states_of_rank)
-        return read_optimizer(ranks, self._model.tensors(), [f.name for f in files], self._options.choices.param_order)
+        self._first_optimizer = ranks[0].parsed
+        names = [f.name for f in files]
+        return read_optimizer(ranks, self._model.tensors(), names, self._options.choices.param_order)
+
+    def _groups(self, optimizer: ReadOptimizer) -> tuple[ParamGroup, ...]:
+        """The param groups with references in place of tensors, which all ranks have alike."""
+        parsed = self._first_optimizer
+        if parsed is None:
+            return optimizer.groups
+        trees = TreeTensors(self._tensors.builder, {parsed.file: self._first_state})
+        carried = (trees.carried(mapping_of({**g.hyper_parameters}), parsed) for g in optimizer.groups)
+        return tuple(ParamGroup(mapping_items(node, what="a param group")) for node in carried)
 
     # The model.
 

@@ -21,18 +21,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from reshard.choices import ParamOrder
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import ParamGroup, Question, Scalar, Undecided
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.fsdp_ranks.sharded import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import plain_name
-from reshard_engine.pickles.nodes import Node, kind_of, mapping_items, sequence_items
-from reshard_engine.pickles.trees import TreeDifference, compare_trees, foreign_paths
-from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.pickles.nodes import Node, PTensor, kind_of, mapping_items, sequence_items
+from reshard_engine.pickles.trees import TensorsAt, compare_trees, foreign_paths
+from reshard_engine.tensors.dtypes import BY_NAME, Dtype
+from reshard_engine.tensors.shard_map import is_packed
 
 Order = ParamOrder | tuple[str, ...] | None
 """The user's word on the order of an optimizer's parameters."""
@@ -46,6 +48,9 @@ _ADAPTER = (".lora_", ".modules_to_save.")
 
 Source: peft 0.21.2 `tuners/tuners_utils.py` (`_mark_only_adapters_as_trainable`)."""
 _WEIGHTS = "the weights alone can be had: --to safetensors"
+_WEIGHTS_OF_OLDER = "remove it from the param groups before the save, or name the directory of an older save"
+_MOST_ELEMENTS = 64
+"""Of a tensor among hyper-parameters: a learning rate, or a pair of betas."""
 _SAY_ORDER = "--param-order FILE with the names of all parameters in the optimizer's order, one a line"
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 
@@ -92,6 +97,8 @@ class RankStates:
     states: Mapping[Key, Mapping[str, Held | Number]]
     odd: Mapping[str, str]
     """States that are neither a tensor nor a number, by name, each with its kind."""
+    parsed: TorchFile
+    """The file, without its value; `groups` has tensors of it where a learning rate is a tensor."""
 
 
 def states_of_rank(file: RankFile) -> RankStates:
@@ -118,7 +125,7 @@ def states_of_rank(file: RankFile) -> RankStates:
                 odd[name] = kind_of(value)
             else:
                 found[name] = held
-    return RankStates(root["param_groups"], states, odd)
+    return RankStates(root["param_groups"], states, odd, replace(file.parsed, root=None))
 
 
 def _state_of(file: RankFile, value: Node, what: str) -> Held | Number | None:
@@ -221,21 +228,41 @@ def read_optimizer(
 
 def _groups(ranks: Sequence[RankStates], files: Sequence[str]) -> list[dict[Key, Node]]:
     """The param groups, which all ranks must have alike."""
-    for number, other in enumerate(ranks[1:], 1):
-        for difference in compare_trees(ranks[0].groups, other.groups, "param_groups"):
-            path = difference.path
-            text = f"{difference.a} and {difference.b}" if isinstance(difference, TreeDifference) else "tensors"
-            raise SourceError(
-                "checkpoint.mixed",
-                f"{printable(files[0])} and {printable(files[number])} differ at {path}: {text}",
-                fix=_OTHER_SAVE,
-            )
-    nodes = sequence_items(ranks[0].groups, what=f"{printable(files[0])}: param_groups")
-    if strange := [path for node in nodes for path in foreign_paths(node, "param_groups")]:
+    if strange := foreign_paths(ranks[0].groups, "param_groups"):
         raise SourceError(
             "checkpoint.malformed", f"{printable(files[0])}: {printable(strange[0])} holds an object, not a value"
         )
+    for number, other in enumerate(ranks[1:], 1):
+        for difference in compare_trees(ranks[0].groups, other.groups, "param_groups"):
+            if isinstance(difference, TensorsAt):
+                if _elements(difference.a, ranks[0].parsed) == _elements(difference.b, other.parsed):
+                    continue
+                text = "tensors"
+            else:
+                text = f"{difference.a} and {difference.b}"
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(files[0])} and {printable(files[number])} differ at {difference.path}: {text}",
+                fix=_OTHER_SAVE,
+            )
+    nodes = sequence_items(ranks[0].groups, what=f"{printable(files[0])}: param_groups")
     return [mapping_items(node, what=f"{printable(files[0])}: a param group") for node in nodes]
+
+
+def _elements(tensor: Node, parsed: TorchFile) -> object:
+    """The type, the shape and the bytes of a small tensor among hyper-parameters, such as a learning rate.
+
+    Raises:
+        SourceError: `source.unsupported` for other tensors.
+    """
+    if not isinstance(tensor, PTensor) or tensor.numel > _MOST_ELEMENTS or not is_packed(tensor.shape, tensor.stride):
+        raise SourceError(
+            "source.unsupported",
+            f"{printable(parsed.file.name)} holds a tensor among its hyper-parameters that is no number",
+            fix=_WEIGHTS_OF_OLDER,
+        )
+    size = tensor.numel * BY_NAME[tensor.dtype].itemsize_bytes
+    return tensor.dtype, tensor.shape, parsed.file.read(parsed.tensor_offset(tensor), size)
 
 
 class _Reading:
