@@ -3,7 +3,7 @@
 from oracle.conversions import bf16_spread, universal
 from oracle.dcp_fixtures import fsdp, saved
 from oracle.fixtures import oracle, trained, worlds
-from oracle.parallel_fixtures import parallel, trained_3d
+from oracle.parallel_fixtures import parallel, trained_on
 from servers.fixtures import s3
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "s3",
     "saved",
     "trained",
-    "trained_3d",
+    "trained_on",
     "universal",
     "worlds",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 
@@ -21,11 +21,15 @@ DEPTH = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of a 3D run: tensor, pipeline and data parallel.  Rank order is DeepSpeed's: pipe, data, model."""
+    """Ranks of a run: tensor, pipeline and data parallel.  Rank order is DeepSpeed's: pipe, data, model.
+
+    Experts are cut over ``ep`` of the data-parallel ranks.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -33,11 +37,71 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
-        return f"tp{self.tp}pp{self.pp}dp{self.dp}"
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}" + (f"ep{self.ep}" if self.ep > 1 else "")
 
 
 @dataclass(frozen=True)
-class GptCase:
+class ParallelCase:
+    """One kind of run; ``kind`` names the module whose ``start`` begins it inside a rank."""
+
+    kind: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the way into a rank; ``case_of`` takes it."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+def case_of(data: dict[str, Any]) -> Any:
+    """The case that ``to_json`` described."""
+    kinds = {cls.kind: cls for cls in ParallelCase.__subclasses__()}
+    return kinds[data["kind"]](**{key: value for key, value in data.items() if key != "kind"})
+
+
+def training_config(
+    stage: Literal[0, 1, 2, 3, "bf16opt"],
+    dtype: str,
+    rows: int,
+    ranks: int,
+    *,
+    rates: float | list[float] | None,
+    weight_decay: float = 0.1,
+    **more: Any,
+) -> dict[str, Any]:
+    """DeepSpeed's configuration of what all kinds of runs have.
+
+    Args:
+        stage: ZeRO stage, or ``"bf16opt"`` for BF16_Optimizer.
+        dtype: model dtype.
+        rows: rows of a micro-batch of all ranks together.
+        ranks: those among which they are divided.
+        rates: where WarmupLR ends, of all parameter groups or of each; without it there is no scheduler.
+        weight_decay: AdamW's.
+        more: further sections.
+    """
+    if rows % ranks:
+        raise ValueError(f"{ranks} ranks do not divide a batch of {rows}")
+    adam = {"torch_adam": True, "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": weight_decay}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": rows // ranks,
+        "zero_optimization": {"stage": 1 if stage == "bf16opt" else stage},
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": adam},
+        **more,
+    }
+    if rates is not None:
+        warmup = {"warmup_min_lr": 0, "warmup_max_lr": rates, "warmup_num_steps": 4, "warmup_type": "linear"}
+        config["scheduler"] = {"type": "WarmupLR", "params": warmup}
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else tiny models are never gathered
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if stage == "bf16opt":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+@dataclass(frozen=True)
+class GptCase(ParallelCase):
     """One kind of 3D run of the small GPT.
 
     Attributes:
@@ -58,6 +122,7 @@ class GptCase:
         steps: steps trained before the save.
     """
 
+    kind = "gpt"
     name: str
     stage: Literal[0, 1, "bf16opt"] = 1
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -71,10 +136,6 @@ class GptCase:
     info: bool = True
     steps: int = 3
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data from which ``GptCase(**data)`` is this case again, for the way into a rank."""
-        return asdict(self)
-
     @property
     def qkv_blocks(self) -> tuple[int, int, int]:
         """Rows of Q, K and V in the full fused matrix."""
@@ -83,33 +144,9 @@ class GptCase:
 
 def gpt_config(case: GptCase, dp: int) -> dict[str, Any]:
     """DeepSpeed's configuration of ``case`` on ``dp`` data-parallel ranks."""
-    if ROWS_PER_STEP % (dp * MICRO_BATCHES):
-        raise ValueError(f"{dp} ranks of {MICRO_BATCHES} micro-batches do not divide {ROWS_PER_STEP} rows")
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS_PER_STEP // (dp * MICRO_BATCHES),
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": case.clipping,
-        "zero_optimization": {"stage": 1 if case.stage == "bf16opt" else case.stage},
-        "steps_per_print": 10**9,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"torch_adam": True, "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": [1e-2, 5e-3],
-                "warmup_num_steps": 4,
-                "warmup_type": "linear",
-            },
-        },
-    }
-    if case.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
-    if case.stage == "bf16opt":
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
+    rows, clipping = ROWS_PER_STEP // MICRO_BATCHES, case.clipping
+    more = {"gradient_accumulation_steps": MICRO_BATCHES, "gradient_clipping": clipping}
+    return training_config(case.stage, case.dtype, rows, dp, rates=[1e-2, 5e-3], **more)
 
 
 def gpt_rules(case: GptCase) -> dict[str, Any]:
@@ -166,7 +203,7 @@ GPT_CASES: dict[str, GptCase] = {
 
 
 @dataclass(frozen=True)
-class MoeCase:
+class MoeCase(ParallelCase):
     """One kind of run of the small mixture-of-experts model: data-parallel ranks, experts cut over some of them.
 
     Attributes:
@@ -178,19 +215,16 @@ class MoeCase:
         steps: steps trained before the save.
     """
 
+    kind = "moe"
     name: str
     stage: Literal[1, 2, "bf16opt"]
     dtype: Literal["fp32", "bf16"]
     data_before_expert: bool = False
     steps: int = 3
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data from which ``MoeCase(**data)`` is this case again, for the way into a rank."""
-        return asdict(self)
 
-
-MOE_EXPERTS = 4
-MOE_ROWS = 12
+EXPERTS = 4
+EXPERT_ROWS = 12
 MOE_CASES: dict[str, MoeCase] = {
     case.name: case
     for case in (
@@ -209,36 +243,84 @@ def moe_config(case: MoeCase, world: int) -> dict[str, Any]:
 
     Gradients are not clipped: their norm counts experts by how they lie (0.19.8, ``_average_expert_grad_norms``).
     """
-    if MOE_ROWS % world:
-        raise ValueError(f"{world} ranks do not divide a batch of {MOE_ROWS}")
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": MOE_ROWS // world,
-        "zero_optimization": {"stage": 1 if case.stage == "bf16opt" else case.stage},
-        "use_data_before_expert_parallelism": case.data_before_expert,
-        "steps_per_print": 10**9,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"torch_adam": True, "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": [1e-2, 5e-3, 1e-2, 5e-3],  # dense matrices and vectors, then the experts' own
-                "warmup_num_steps": 4,
-                "warmup_type": "linear",
-            },
-        },
+    rates = [1e-2, 5e-3, 1e-2, 5e-3]  # dense matrices and vectors, then the experts' own
+    more = {"use_data_before_expert_parallelism": case.data_before_expert}
+    return training_config(case.stage, case.dtype, EXPERT_ROWS, world, rates=rates, **more)
+
+
+@dataclass(frozen=True)
+class AutoEpCase(ParallelCase):
+    """One kind of run of a small model whose mixtures AutoEP replaces: experts fused, and cut over some of the ranks.
+
+    Attributes:
+        name: unique; also the test id.
+        stage: ZeRO stage, or ``"bf16opt"``.
+        dtype: model dtype.
+        round_robin: ``round_robin_gradients``.
+        data_before_expert: ``use_data_before_expert_parallelism``: expert-parallel rank ``d // (N / ep)`` instead of
+            ``d % ep``.
+        frozen: the first mixture's down projections are not trained.
+        largest_group: most elements that DeepSpeed puts into one group of experts; None leaves its own limit.
+        sub_group_size: of stage 3, in elements of a rank.
+        steps: steps trained before the save.
+    """
+
+    kind = "autoep"
+    name: str
+    stage: Literal[1, 2, 3, "bf16opt"]
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    round_robin: bool = False
+    data_before_expert: bool = False
+    frozen: bool = False
+    largest_group: int | None = None
+    sub_group_size: int | None = None
+    steps: int = 3
+
+
+AUTOEP_CASES: dict[str, AutoEpCase] = {
+    case.name: case
+    for case in (
+        AutoEpCase("autoep_z1", 1),
+        AutoEpCase("autoep_z2", 2),
+        AutoEpCase("autoep_z2_round_robin", 2, round_robin=True),
+        AutoEpCase("autoep_z1_data_first", 1, data_before_expert=True),
+        AutoEpCase("autoep_z2_frozen", 2, frozen=True),
+        AutoEpCase("autoep_z2_bf16", 2, dtype="bf16"),
+        AutoEpCase("autoep_bf16opt", "bf16opt", dtype="bf16"),
+        AutoEpCase("autoep_z1_frozen", 1, frozen=True),
+        AutoEpCase("autoep_z1_split", 1, largest_group=500),
+        AutoEpCase("autoep_z3", 3),
+        AutoEpCase("autoep_z3_split", 3, largest_group=500),
+        AutoEpCase("autoep_z3_sub_groups", 3, sub_group_size=150),
+        AutoEpCase("autoep_z3_bf16", 3, dtype="bf16"),
+    )
+}
+
+
+def autoep_config(case: AutoEpCase, world: int, ep: int) -> dict[str, Any]:
+    """DeepSpeed's configuration of ``case`` on ``world`` ranks with experts over ``ep`` of them.
+
+    Gradients are not clipped, as those of ``moe_config``.
+    """
+    experts = {
+        "enabled": True,
+        "autoep_size": ep,
+        "use_grouped_mm": False,  # grouped products of matrices are Triton's: a CPU loops over experts
+        "moe_layer_pattern": r"layers\.\d+\.moe",
+        "num_experts_attr": "experts",
+        "top_k_attr": "top_k",
     }
-    if case.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
-    if case.stage == "bf16opt":
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    more = {"expert_parallel": experts, "use_data_before_expert_parallelism": case.data_before_expert}
+    config = training_config(case.stage, case.dtype, EXPERT_ROWS, world, rates=1e-2, **more)
+    if case.round_robin:
+        config["zero_optimization"]["round_robin_gradients"] = True
+    if case.stage == 3 and case.sub_group_size is not None:
+        config["zero_optimization"]["sub_group_size"] = case.sub_group_size
     return config
 
 
 @dataclass(frozen=True)
-class AutoTpCase:
+class AutoTpCase(ParallelCase):
     """One kind of AutoTP run of a tiny Llama.
 
     Attributes:
@@ -252,6 +334,7 @@ class AutoTpCase:
         steps: steps trained before the save.
     """
 
+    kind = "autotp"
     name: str
     stage: Literal[1, 2, 3]
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -260,10 +343,6 @@ class AutoTpCase:
     tied: bool = False
     vocab_parallel: bool | None = None
     steps: int = 3
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data from which ``AutoTpCase(**data)`` is this case again, for the way into a rank."""
-        return asdict(self)
 
 
 AUTOTP_ROWS = 12
@@ -284,31 +363,36 @@ AUTOTP_CASES: dict[str, AutoTpCase] = {
 
 def autotp_config(case: AutoTpCase, tp: int, dp: int) -> dict[str, Any]:
     """DeepSpeed's configuration of ``case`` on ``tp`` times ``dp`` ranks; size 1 is a run without AutoTP."""
-    if AUTOTP_ROWS % dp:
-        raise ValueError(f"{dp} ranks do not divide a batch of {AUTOTP_ROWS}")
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": AUTOTP_ROWS // dp,
-        "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": case.stage},
-        "steps_per_print": 10**9,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"torch_adam": True, "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": [1e-2, 5e-3],
-                "warmup_num_steps": 4,
-                "warmup_type": "linear",
-            },
-        },
-    }
-    if case.stage == 3:
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else tiny models are never gathered
-    if case.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
+    more: dict[str, Any] = {"gradient_clipping": 0.5}
     if tp > 1:
-        config["tensor_parallel"] = {"autotp_size": tp, "vocab_parallel_lm_head": case.vocab_parallel}
-    return config
+        more["tensor_parallel"] = {"autotp_size": tp, "vocab_parallel_lm_head": case.vocab_parallel}
+    return training_config(case.stage, case.dtype, AUTOTP_ROWS, dp, rates=[1e-2, 5e-3], **more)
+
+
+MEGATRON_BLOCKS = 2
+MEGATRON_ROWS = 12
+
+
+@dataclass(frozen=True)
+class MegatronCase(ParallelCase):
+    """One kind of run of the Megatron-shaped GPT.
+
+    Attributes:
+        stage: ZeRO stage. At 3 there is one param group, elsewhere there are two.
+        pad_to: `make_vocab_size_divisible_by`: at 24 the 37 words have 48 rows on one and on two tensor-parallel ranks.
+        weight_decay: of matrices, where Megatron gives them any.
+        whole_shapes: the run's code groups by the whole shapes of parameters, so that there are two groups at 3 too.
+        steps: steps trained before the save.
+    """
+
+    kind = "megatron"
+    stage: Literal[1, 2, 3]
+    pad_to: int = 24
+    weight_decay: float = 0.1
+    steps: int = 3
+    whole_shapes: bool = False
+
+
+def megatron_config(case: MegatronCase, dp: int) -> dict[str, Any]:
+    """DeepSpeed's configuration of ``case`` on ``dp`` data-parallel ranks."""
+    return training_config(case.stage, "fp32", MEGATRON_ROWS, dp, rates=None, weight_decay=0.0, gradient_clipping=0.0)

@@ -10,7 +10,7 @@ import pytest
 
 from house.shared import made_once
 from oracle.launcher import Worlds
-from oracle.parallel_cases import GPT_CASES, Layout
+from oracle.parallel_cases import AUTOEP_CASES, GPT_CASES, Layout
 from oracle.parallel_driver import ParallelOracle, Saved
 
 TrainedOn: TypeAlias = Callable[[str, Layout], Saved]
@@ -23,7 +23,7 @@ def parallel(worlds: Worlds) -> ParallelOracle:
 
 
 @pytest.fixture(scope="session")
-def trained_3d(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactory) -> TrainedOn:
+def trained_on(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactory) -> TrainedOn:
     """A real checkpoint of a case on a layout, trained once per test run.  Read-only for all tests."""
     done: dict[tuple[str, Layout], Saved] = {}
 
@@ -31,7 +31,7 @@ def trained_3d(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactor
         if (name, layout) not in done:
 
             def save(folder: Path) -> list[object]:
-                run = parallel.train_3d(GPT_CASES[name], layout, folder)
+                run = parallel.train((GPT_CASES | AUTOEP_CASES)[name], layout, folder)
                 return [str(run.dir.relative_to(folder)), run.tag, run.losses_before, run.losses_after]
 
             folder, (saved, tag, before, after) = made_once(tmp_path_factory, f"{name}-{layout}", save)

@@ -23,10 +23,13 @@ from oracle.parallel_cases import (
     WIDTH,
     GptCase,
     Layout,
+    gpt_config,
     gpt_rules,
 )
 from oracle.parallel_cuts import ROWS, WHOLE, Cut
+from oracle.parallel_gather import LocalState, local_state
 from oracle.parallel_layers import ColumnParallel, Norm, Place, Ranks, RowParallel, VocabParallel
+from oracle.parallel_train import Run, initialized
 
 
 def vocab_cut(case: GptCase) -> Cut:
@@ -225,3 +228,25 @@ def universal_info(case: GptCase, layout: Layout) -> dict[str, Any]:
         rule["shape"] = tuple(tuple(dim) if isinstance(dim, list) else dim for dim in rule["shape"])
     padded = vocab_cut(case).padded_rows(layout.tp)
     return {"universal_checkpoint_version": 0.2, "padded_vocab_size": padded} | info
+
+
+def start(case: GptCase, layout: Layout, *, seed: int, load_universal: bool) -> Run:
+    """A pipeline engine for ``case`` on this layout with freshly drawn weights."""
+    model = build_gpt(case, layout, seed)
+    engine = initialized(model, param_groups(model), gpt_config(case, layout.dp), load_universal)
+    grid = engine.grid
+    replica, replicas = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
+
+    def state() -> LocalState:
+        return local_state(engine, (grid.get_slice_parallel_rank(), grid.get_stage_id()), replica)
+
+    def train(steps: int) -> list[float]:
+        """Losses of the next global batches, equal on all ranks."""
+        losses = []
+        for _ in range(steps):
+            rows = micro_batches(engine.global_steps, replica, replicas)
+            losses.append(float(engine.train_batch(data_iter=iter(rows))))
+        return losses
+
+    info = {"universal_checkpoint_info": universal_info(case, layout)} if case.info else {}
+    return Run(engine, state, train, info, {"parts": [int(layer) for layer in engine.module.parts]})

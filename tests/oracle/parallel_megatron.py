@@ -4,7 +4,6 @@ Megatron-DeepSpeed itself is not at hand: this has what it saves and what it ins
 grouping and nesting are stated here in their own words, from `megatron/optimizer/__init__.py` (`get_param_groups`),
 `megatron/model/language_model.py` (`state_dict_for_save_checkpoint`, `load_state_dict`), `megatron/checkpointing.py`
 (`save_checkpoint`, `check_checkpoint_args`) and `megatron/model/gpt_model.py` (`UniversalCheckpointInfo`), July 2025.
-Functions named ``*_megatron`` run inside the ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +18,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oracle.parallel_cases import HEAD_WIDTH, HEADS, INNER, SEQUENCE, VOCAB, WIDTH, Layout
+from oracle.parallel_cases import (
+    HEAD_WIDTH,
+    HEADS,
+    INNER,
+    MEGATRON_BLOCKS,
+    MEGATRON_ROWS,
+    SEQUENCE,
+    VOCAB,
+    WIDTH,
+    Layout,
+    MegatronCase,
+    megatron_config,
+)
 from oracle.parallel_cuts import WHOLE, Cut
-from oracle.parallel_gather import LocalState, local_state
+from oracle.parallel_gather import local_state
 from oracle.parallel_layers import ColumnParallel, Norm, Place, Ranks, RowParallel, VocabParallel, enter, join
-from oracle.parallel_megatron_cases import BLOCKS, ROWS, MegatronCase, megatron_config
-from oracle.parallel_train import load_and_dump, save_with_truth
-from oracle.train import RESUME_SEED, SOURCE_SEED, start_world
+from oracle.parallel_train import Run, initialized
+from oracle.train import mean_losses
 
 
 class Topology:
@@ -155,7 +165,7 @@ class Encoder(nn.Module):
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(place.inside(f"layers.{i}")) for i in range(BLOCKS))
+        self.layers = nn.ModuleList(Block(place.inside(f"layers.{i}")) for i in range(MEGATRON_BLOCKS))
         self.final_layernorm = Norm(place.inside("final_layernorm"), WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -229,10 +239,8 @@ def megatron_groups(model: nn.Module, weight_decay: float, *, whole_shapes: bool
     ]
 
 
-def _engine(case: MegatronCase, topology: Topology, *, seed: int, load_universal: bool = False) -> Any:
+def _engine(case: MegatronCase, topology: Topology, *, seed: int, load_universal: bool) -> Any:
     config = megatron_config(case, topology.dp)
-    if load_universal:
-        config["checkpoint"] = {"load_universal": True}
     init: Any = deepspeed.zero.Init
     ranks = Ranks(topology.get_model_parallel_rank(), topology.tp, topology.get_model_parallel_group())
     with init(
@@ -242,38 +250,22 @@ def _engine(case: MegatronCase, topology: Topology, *, seed: int, load_universal
         mpu=topology,
     ):
         model = MegatronGpt(case, Place(ranks, seed, "gpt"))
-    initialize: Any = deepspeed.initialize
     groups = megatron_groups(model, case.weight_decay, whole_shapes=case.whole_shapes)
-    engine, *_ = initialize(model=model, model_parameters=groups, config=config, mpu=topology)
-    return engine
+    return initialized(model, groups, config, load_universal, mpu=topology)
 
 
-def _state(engine: Any, topology: Topology) -> LocalState:
-    place = (topology.get_model_parallel_rank(), 0)
-    return local_state(engine, place, topology.get_data_parallel_rank())
-
-
-def _train(engine: Any, topology: Topology, steps: int) -> list[float]:
-    losses: list[float] = []
-    engine.train()
-    for _ in range(steps):
-        generator = torch.Generator().manual_seed(50_001 + engine.global_steps)
-        rows = torch.randint(VOCAB, (ROWS, SEQUENCE + 1), generator=generator)
-        rows[:, 1::2] = rows[:, 0:-1:2]
-        mine = rows.chunk(topology.dp)[topology.get_data_parallel_rank()]
-        loss = engine(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().to(torch.float64)
-        dist.all_reduce(mean)
-        losses.append(mean.item() / dist.get_world_size())
-    return losses
+def _batch(step: int, topology: Topology) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(50_001 + step)
+    rows = torch.randint(VOCAB, (MEGATRON_ROWS, SEQUENCE + 1), generator=generator)
+    rows[:, 1::2] = rows[:, 0:-1:2]
+    mine = rows.chunk(topology.dp)[topology.get_data_parallel_rank()]
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 
 
 def _args(case: MegatronCase, topology: Topology) -> Namespace:
     rows = Cut(dim=0, vocab=VOCAB, pad_to=case.pad_to).padded_rows(topology.tp)
     return Namespace(
-        num_layers=BLOCKS,
+        num_layers=MEGATRON_BLOCKS,
         hidden_size=WIDTH,
         num_attention_heads=HEADS,
         make_vocab_size_divisible_by=case.pad_to,
@@ -315,57 +307,32 @@ def _info(case: MegatronCase, topology: Topology) -> dict[str, Any]:
     return info
 
 
-def train_and_save_megatron(
-    case: dict[str, Any], layout: dict[str, int], save_dir: str, truth_dir: str, steps_after: int
-) -> dict[str, Any]:
-    """Trains ``case.steps`` steps on ``layout``, saves with Megatron's client state, dumps the truth, trains on."""
-    start_world()
-    parsed, topology = MegatronCase(**case), Topology(Layout(**layout).tp)
-    engine = _engine(parsed, topology, seed=SOURCE_SEED)
+def start(case: MegatronCase, layout: Layout, *, seed: int, load_universal: bool) -> Run:
+    """An engine for ``case`` on ``layout`` that saves Megatron's client state, and compares it as Megatron does."""
+    topology = Topology(layout.tp)
+    engine = _engine(case, topology, seed=seed, load_universal=load_universal)
+    mine = _args(case, topology)
+    compared = ["num_layers", "hidden_size", "num_attention_heads"]
+    if not load_universal:
+        compared += ["make_vocab_size_divisible_by", "padded_vocab_size"]
+        compared += ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+
+    def differing(client: dict[str, Any]) -> list[str]:
+        theirs = vars(client["args"])
+        return [name for name in compared if theirs[name] != vars(mine)[name]]
+
     client = {
-        "args": _args(parsed, topology),
+        "args": mine,
         "checkpoint_version": 3.0,
-        "iteration": parsed.steps,
-        "tokens": parsed.steps * ROWS * SEQUENCE,
-        "universal_checkpoint_info": _info(parsed, topology),
+        "iteration": case.steps,
+        "tokens": case.steps * MEGATRON_ROWS * SEQUENCE,
+        "universal_checkpoint_info": _info(case, topology),
     }
-    return save_with_truth(
+    place = (topology.get_model_parallel_rank(), 0)
+    return Run(
         engine,
-        lambda: _state(engine, topology),
-        lambda steps: _train(engine, topology, steps),
-        save_dir=save_dir,
-        truth_dir=truth_dir,
-        steps=parsed.steps,
-        steps_after=steps_after,
-        client_state=client,
-        notes={"case": case, "layout": layout},
+        lambda: local_state(engine, place, topology.get_data_parallel_rank()),
+        lambda steps: mean_losses(engine, steps, lambda step: engine(*_batch(step, topology))),
+        client,
+        differing=differing,
     )
-
-
-def resume_megatron(
-    case: dict[str, Any],
-    layout: dict[str, int],
-    load_dir: str,
-    tag: str | None,
-    out: str,
-    steps: int,
-    load_universal: bool = False,
-) -> dict[str, Any]:
-    """A new engine with other weights on ``layout`` loads, dumps ``out/resumed.*``, trains ``steps`` steps.
-
-    Returns:
-        ``losses``, ``differing_args``: of the arguments that Megatron compares, and ``args``.
-    """
-    start_world()
-    parsed, topology = MegatronCase(**case), Topology(Layout(**layout).tp)
-    engine = _engine(parsed, topology, seed=RESUME_SEED, load_universal=load_universal)
-    client = load_and_dump(engine, lambda: _state(engine, topology), load_dir, tag, out)
-    theirs, mine = vars(client["args"]), vars(_args(parsed, topology))
-    compared = ("num_layers", "hidden_size", "num_attention_heads")
-    padding = ("make_vocab_size_divisible_by", "padded_vocab_size")
-    sizes = (*padding, "tensor_model_parallel_size", "pipeline_model_parallel_size")
-    checked = compared if load_universal else (*compared, *sizes)
-    return {
-        "losses": _train(engine, topology, steps),
-        "differing_args": [name for name in checked if theirs[name] != mine[name]],
-    }

@@ -1,19 +1,22 @@
-"""Functions that run inside the ranks of a 3D world: train and save, resume, and say what the state is."""
+"""Functions that run inside the ranks of a parallel run: train and save, resume, and say what the state is."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from oracle.parallel_cases import GptCase, Layout, gpt_config
-from oracle.parallel_gather import LocalState, all_states, joined, local_state
-from oracle.parallel_gpt import build_gpt, micro_batches, param_groups, universal_info
+from oracle.parallel_cases import Layout, case_of
+from oracle.parallel_gather import LocalState, all_states, joined
 from oracle.train import CLIENT_STATE, RESUME_SEED, SOURCE_SEED, start_world
 
 
@@ -47,119 +50,93 @@ def add_to_meta(path: Path, extra: dict[str, Any]) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | extra, indent=1, sort_keys=True))
 
 
-def save_with_truth(
-    engine: Any,
-    state_of: Callable[[], LocalState],
-    train: Callable[[int], list[float]],
-    *,
-    save_dir: str,
-    truth_dir: str,
-    steps: int,
-    steps_after: int,
-    client_state: dict[str, Any],
-    notes: dict[str, Any],
-) -> dict[str, Any]:
-    """Dumps the first state, trains, saves, dumps the truth about what was saved, trains on.
+@dataclass(frozen=True)
+class Run:
+    """A run inside a rank.
 
-    What all parallel oracles share; the dumps are ``truth_dir/initial.*`` and ``truth_dir/truth.*``.
-
-    Returns:
-        ``tag``, ``losses_before``, and ``losses_after`` of the uninterrupted run.
+    Attributes:
+        engine: DeepSpeed's.
+        state: this rank's part of the logical state; collective.
+        train: the global mean losses of the next steps; the data follow ``engine.global_steps``.
+        client_state: what the run saves beside ``CLIENT_STATE``.
+        notes: what the truth says besides.
+        differing: names of the arguments that differ from those in a loaded client state.
     """
-    dump(engine, state_of(), Path(truth_dir), "initial", {})
-    before = train(steps)
-    tag = f"global_step{engine.global_steps}"
-    engine.save_checkpoint(save_dir, tag=tag, client_state=CLIENT_STATE | client_state)
-    extra = {"tag": tag, "client_state": CLIENT_STATE, "losses_before": before, "ds_version": deepspeed.__version__}
-    dump(engine, state_of(), Path(truth_dir), "truth", extra | notes)
-    after = train(steps_after)
-    add_to_meta(Path(truth_dir, "truth.json"), {"losses_after": after})
-    return {"tag": tag, "losses_before": before, "losses_after": after}
+
+    engine: Any
+    state: Callable[[], LocalState]
+    train: Callable[[int], list[float]]
+    client_state: dict[str, Any] = field(default_factory=dict[str, Any])
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+    differing: Callable[[dict[str, Any]], list[str]] = lambda _: []
 
 
-def load_and_dump(
-    engine: Any, state_of: Callable[[], LocalState], load_dir: str, tag: str | None, out: str
-) -> dict[str, Any]:
-    """Plain ``engine.load_checkpoint``, then a dump of what is there as ``out/resumed.*``; returns the client state."""
-    path, client_state = engine.load_checkpoint(load_dir, tag=tag)
-    if path is None:
-        raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag!r} in {load_dir}")
-    kept = {key: value for key, value in client_state.items() if key in CLIENT_STATE}
-    dump(engine, state_of(), Path(out), "resumed", {"client_state": kept})
-    found: dict[str, Any] = client_state
-    return found
-
-
-def build_engine_3d(case: GptCase, layout: Layout, *, seed: int, load_universal: bool = False) -> Any:
-    """A pipeline engine for ``case`` on this layout with freshly drawn weights."""
-    model = build_gpt(case, layout, seed)
-    config = gpt_config(case, layout.dp)
+def initialized(model: Any, params: Any, config: dict[str, Any], load_universal: bool = False, **more: Any) -> Any:
+    """DeepSpeed's engine of a model."""
     if load_universal:
         config["checkpoint"] = {"load_universal": True}
     initialize: Any = deepspeed.initialize
-    engine, *_ = initialize(model=model, model_parameters=param_groups(model), config=config)
+    engine, *_ = initialize(model=model, model_parameters=params, config=config, **more)
     return engine
 
 
-def train_steps_3d(engine: Any, steps: int) -> list[float]:
-    """Losses of the next ``steps`` global batches, equal on all ranks; the data follow ``engine.global_steps``."""
-    grid = engine.grid
-    losses = []
-    for _ in range(steps):
-        rows = micro_batches(engine.global_steps, grid.get_data_parallel_rank(), grid.get_data_parallel_world_size())
-        losses.append(float(engine.train_batch(data_iter=iter(rows))))
-    return losses
+def draw(
+    model: torch.nn.Module, seed: int, *, std: float = 0.3, known: Callable[[str], str] = lambda name: name
+) -> None:
+    """Weights that follow from the seed and the name alone that ``known`` gives: the same model on every layout."""
+    for name, param in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{known(name)}".encode()))
+        drawn = torch.randn(param.shape, generator=generator)
+        with torch.no_grad():
+            param.copy_(drawn * std if param.ndim > 1 else drawn * 0.1 + (1.0 if "norm" in name else 0.0))
 
 
-def state_3d(engine: Any) -> LocalState:
-    """This rank's part of the logical state; collective over its data-parallel peers."""
-    grid = engine.grid
-    place = (grid.get_slice_parallel_rank(), grid.get_stage_id())
-    return local_state(engine, place, grid.get_data_parallel_rank())
+def _started(case: dict[str, Any], layout: dict[str, int], seed: int, load_universal: bool = False) -> Run:
+    """The run of a case on these ranks with freshly drawn weights."""
+    start_world()
+    module = importlib.import_module(f"oracle.parallel_{case['kind']}")
+    run: Run = module.start(case_of(case), Layout(**layout), seed=seed, load_universal=load_universal)
+    return run
 
 
-def train_and_save_3d(
+def train_and_save(
     case: dict[str, Any], layout: dict[str, int], save_dir: str, truth_dir: str, steps_after: int
 ) -> dict[str, Any]:
-    """Trains ``case.steps`` steps on ``layout``, saves a checkpoint and the truth about it, trains on.
+    """Dumps the first state, trains ``case.steps`` steps, saves, dumps the truth about what was saved, trains on.
 
     Args:
-        case: a ``GptCase`` as plain data.
+        case: a ``ParallelCase`` as plain data.
         layout: a ``Layout`` as plain data; its product is the world.
         save_dir: DeepSpeed's save folder.
         truth_dir: folder for ``initial.*`` and ``truth.*``.
         steps_after: steps after the save.
 
     Returns:
-        See ``save_with_truth``.
+        ``tag``, ``losses_before``, and ``losses_after`` of the uninterrupted run.
     """
-    start_world()
-    parsed, ranks = GptCase(**case), Layout(**layout)
-    engine = build_engine_3d(parsed, ranks, seed=SOURCE_SEED)
-    info = {"universal_checkpoint_info": universal_info(parsed, ranks)} if parsed.info else {}
-    return save_with_truth(
-        engine,
-        lambda: state_3d(engine),
-        lambda steps: train_steps_3d(engine, steps),
-        save_dir=save_dir,
-        truth_dir=truth_dir,
-        steps=parsed.steps,
-        steps_after=steps_after,
-        client_state=info,
-        notes={"case": case, "layout": layout, "parts": [int(layer) for layer in engine.module.parts]},
-    )
+    run = _started(case, layout, SOURCE_SEED)
+    engine = run.engine
+    dump(engine, run.state(), Path(truth_dir), "initial", {})
+    before = run.train(case["steps"])
+    tag = f"global_step{engine.global_steps}"
+    engine.save_checkpoint(save_dir, tag=tag, client_state=CLIENT_STATE | run.client_state)
+    extra = {"tag": tag, "client_state": CLIENT_STATE, "losses_before": before, "ds_version": deepspeed.__version__}
+    dump(engine, run.state(), Path(truth_dir), "truth", extra | {"case": case, "layout": layout} | run.notes)
+    after = run.train(steps_after)
+    add_to_meta(Path(truth_dir, "truth.json"), {"losses_after": after})
+    return {"tag": tag, "losses_before": before, "losses_after": after}
 
 
-def resume_3d(
+def resume(
     case: dict[str, Any],
     layout: dict[str, int],
     load_dir: str,
     tag: str | None,
     out: str,
     steps: int,
-    load_universal: bool = False,
+    load_universal: bool,
 ) -> dict[str, Any]:
-    """A new engine with other weights on ``layout`` loads plainly, dumps ``out/resumed.*``, trains ``steps`` steps.
+    """A new engine with other weights loads plainly, dumps ``out/resumed.*``, trains ``steps`` steps.
 
     Args:
         case: the target run.
@@ -169,8 +146,14 @@ def resume_3d(
         out: folder for the dump.
         steps: steps to train afterwards.
         load_universal: loads a universal checkpoint instead.
+
+    Returns:
+        ``losses``, and ``differing_args``: of the arguments that Megatron compares.
     """
-    start_world()
-    engine = build_engine_3d(GptCase(**case), Layout(**layout), seed=RESUME_SEED, load_universal=load_universal)
-    load_and_dump(engine, lambda: state_3d(engine), load_dir, tag, out)
-    return {"losses": train_steps_3d(engine, steps)}
+    run = _started(case, layout, RESUME_SEED, load_universal)
+    path, client_state = run.engine.load_checkpoint(load_dir, tag=tag)
+    if path is None:
+        raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag!r} in {load_dir}")
+    kept = {key: value for key, value in client_state.items() if key in CLIENT_STATE}
+    dump(run.engine, run.state(), Path(out), "resumed", {"client_state": kept})
+    return {"losses": run.train(steps), "differing_args": run.differing(client_state)}

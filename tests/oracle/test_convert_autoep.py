@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 
 from house.tiers import rest_full
 from oracle.outputs import convert, load, plain, raw, read_safetensors
-from oracle.parallel_autoep_cases import AUTOEP_CASES, AUTOEP_EXPERTS, AutoEpCase
-from oracle.parallel_cases import MOE_CASES
+from oracle.parallel_cases import AUTOEP_CASES, EXPERTS, MOE_CASES, AutoEpCase, Layout
 from oracle.parallel_driver import ParallelOracle, Reloaded, Saved
+from oracle.parallel_fixtures import TrainedOn
 from oracle.real_folders import load_any
 from oracle.truth import differences, meta_differences
 from reshard.errors import RequestError
@@ -22,38 +21,15 @@ LOSS_TOLERANCE = 2e-6  # of losses around 4: six digits
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 STAGES: dict[str, Any] = {"1": 1, "2": 2, "3": 3, "bf16": "bf16opt"}
 
-TrainAutoEp = Callable[..., Saved]
 
-
-@pytest.fixture(scope="module")
-def trained_autoep(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactory) -> TrainAutoEp:
-    """``trained_autoep(case_name, world, ep)``: a real checkpoint, trained once.  Read-only for all tests."""
-    done: dict[tuple[str, int, int], Saved] = {}
-
-    def train(name: str, world: int, ep: int) -> Saved:
-        if (name, world, ep) not in done:
-            folder = tmp_path_factory.mktemp(f"{name}-{world}-{ep}")
-            case = AUTOEP_CASES[name].to_json()
-            done[name, world, ep] = parallel.save(
-                "oracle.parallel_autoep:train_and_save_autoep", folder, world=world, case=case, ep=ep
-            )
-        return done[name, world, ep]
-
-    return train
+def _ranks(world: int, ep: int) -> Layout:
+    return Layout(dp=world, ep=ep)
 
 
 def _resume(
-    parallel: ParallelOracle, case: AutoEpCase, tmp_path: Path, *, world: int, ep: int, load_universal: bool = False
+    parallel: ParallelOracle, case: AutoEpCase, tmp_path: Path, ranks: Layout, *, load_universal: bool = False
 ) -> Reloaded:
-    return parallel.load(
-        "oracle.parallel_autoep:resume_autoep",
-        tmp_path / "to",
-        tmp_path / "out",
-        world=world,
-        case=case.to_json(),
-        ep=ep,
-        load_universal=load_universal,
-    )
+    return parallel.resume(case, ranks, tmp_path / "to", tmp_path / "out", load_universal=load_universal)
 
 
 def _assert_is(run: Saved, again: Reloaded, *, losses: bool = True, without: tuple[str, ...] = ()) -> None:
@@ -66,9 +42,9 @@ def _assert_is(run: Saved, again: Reloaded, *, losses: bool = True, without: tup
 
 
 @pytest.mark.full
-def test_layouts_lose_alike_in_deepspeed_itself(trained_autoep: TrainAutoEp) -> None:
-    runs = [trained_autoep("autoep_z1", *ranks) for ranks in ((1, 1), (2, 2), (4, 2))] + [
-        trained_autoep("autoep_z3", 4, 2)
+def test_layouts_lose_alike_in_deepspeed_itself(trained_on: TrainedOn) -> None:
+    runs = [trained_on("autoep_z1", _ranks(*ranks)) for ranks in ((1, 1), (2, 2), (4, 2))] + [
+        trained_on("autoep_z3", _ranks(4, 2))
     ]
     assert differences(runs[0].initial, runs[1].initial) == []
     for run in runs[1:]:
@@ -111,13 +87,13 @@ def test_fused_experts_resume_on_other_ranks(
     name: str,
     source: tuple[int, int],
     target: tuple[int, int],
-    trained_autoep: TrainAutoEp,
+    trained_on: TrainedOn,
     parallel: ParallelOracle,
     tmp_path: Path,
 ) -> None:
-    case, run = AUTOEP_CASES[name], trained_autoep(name, *source)
+    case, run = AUTOEP_CASES[name], trained_on(name, _ranks(*source))
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=target[0], ep=target[1]))
-    again = _resume(parallel, case, tmp_path, world=target[0], ep=target[1])
+    again = _resume(parallel, case, tmp_path, _ranks(*target))
     _assert_is(run, again, losses=case.dtype == "fp32")
 
 
@@ -134,16 +110,16 @@ def test_groups_of_experts_are_cut_by_size_as_deepspeed_cuts_them(
     source: tuple[int, int],
     target: tuple[int, int],
     groups: int,
-    trained_autoep: TrainAutoEp,
+    trained_on: TrainedOn,
     parallel: ParallelOracle,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case, run = AUTOEP_CASES[name], trained_autoep(name, *source)
+    case, run = AUTOEP_CASES[name], trained_on(name, _ranks(*source))
     assert case.largest_group is not None
     monkeypatch.setattr("reshard_engine.formats.deepspeed.param_groups.MAX_GROUP_ELEMS", case.largest_group)
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=target[0], ep=target[1]))
-    again = _resume(parallel, case, tmp_path, world=target[0], ep=target[1])
+    again = _resume(parallel, case, tmp_path, _ranks(*target))
     assert len(again.state.meta["groups"]) == groups
     _assert_is(run, again)
 
@@ -163,11 +139,11 @@ def test_groups_of_experts_are_cut_by_size_as_deepspeed_cuts_them(
     ),
 )
 def test_fused_experts_resume_at_another_stage(
-    name: str, stage: str, as_case: str, trained_autoep: TrainAutoEp, parallel: ParallelOracle, tmp_path: Path
+    name: str, stage: str, as_case: str, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    run, case = trained_autoep(name, 4, 2), AUTOEP_CASES[as_case]
+    run, case = trained_on(name, _ranks(4, 2)), AUTOEP_CASES[as_case]
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=4, ep=4, zero_stage=stage))
-    again = _resume(parallel, case, tmp_path, world=4, ep=4)
+    again = _resume(parallel, case, tmp_path, _ranks(4, 4))
     _assert_is(run, again, losses=case.dtype == "fp32")
 
 
@@ -178,18 +154,18 @@ def test_native_experts_resume_where_equal_ones_follow_one_another(
     target: tuple[int, int], parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     case = MOE_CASES["moe_fp32_z1_data_first"]
-    run = parallel.train_moe(case, tmp_path / "from", world=4, ep=2)
+    run = parallel.train(case, _ranks(4, 2), tmp_path / "from")
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=target[0], ep=target[1]))
-    again = parallel.resume_moe(case, tmp_path / "to", tmp_path / "out", world=target[0], ep=target[1])
+    again = parallel.resume(case, _ranks(*target), tmp_path / "to", tmp_path / "out")
     assert differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
 
-def test_the_same_layout_is_written_as_deepspeed_writes_it(trained_autoep: TrainAutoEp, tmp_path: Path) -> None:
+def test_the_same_layout_is_written_as_deepspeed_writes_it(trained_on: TrainedOn, tmp_path: Path) -> None:
     model_keys = ("ds_autoep_layers", "universal_checkpoint_info", "param_shapes", "num_experts")
     optimizer_keys = ("ds_zero_partition_groups", "partition_count", "param_slice_mappings", "group_paddings")
     for name in ("autoep_z1", "autoep_bf16opt", "autoep_z3_sub_groups"):
-        run = trained_autoep(name, 4, 2)
+        run = trained_on(name, _ranks(4, 2))
         target = tmp_path / name / run.tag
         convert(run.dir, target, "zero", layout=NativeLayout(dp=4, ep=2))
         theirs = {path.name: path for path in run.tag_dir.glob("*.pt")}
@@ -208,20 +184,20 @@ def test_the_same_layout_is_written_as_deepspeed_writes_it(trained_autoep: Train
                 assert found["ds_config"]["expert_parallel"] == wanted["ds_config"]["expert_parallel"]
 
 
-def test_fused_experts_are_whole_in_every_other_form(trained_autoep: TrainAutoEp, tmp_path: Path) -> None:
-    run = trained_autoep("autoep_z1_frozen", 4, 2)
+def test_fused_experts_are_whole_in_every_other_form(trained_on: TrainedOn, tmp_path: Path) -> None:
+    run = trained_on("autoep_z1_frozen", _ranks(4, 2))
     convert(run.dir, tmp_path / "universal", "universal")
     for key, value in run.truth.tensors.items():
         state, _, fqn = key.partition("/")
         if state in STATES:
             atom = load(tmp_path / "universal" / "zero" / fqn / f"{state}.pt")
             assert raw(atom["param"]) == value
-            assert atom.get("ep_num_experts") == (AUTOEP_EXPERTS if ".experts." in fqn else None)
+            assert atom.get("ep_num_experts") == (EXPERTS if ".experts." in fqn else None)
     convert(run.dir, tmp_path / "weights", "safetensors")
     weights = read_safetensors(tmp_path / "weights").tensors
     expected = run.truth.kind("fp32") | run.truth.kind("frozen")
     assert weights == expected
-    assert weights["layers.0.moe.experts.w2"].shape[0] == AUTOEP_EXPERTS
+    assert weights["layers.0.moe.experts.w2"].shape[0] == EXPERTS
 
 
 @pytest.mark.parametrize(
@@ -235,9 +211,9 @@ def test_fused_experts_are_whole_in_every_other_form(trained_autoep: TrainAutoEp
     ],
 )
 def test_impossible_targets_are_refused(
-    name: str, options: dict[str, Any], what: str, trained_autoep: TrainAutoEp, tmp_path: Path
+    name: str, options: dict[str, Any], what: str, trained_on: TrainedOn, tmp_path: Path
 ) -> None:
-    run = trained_autoep(name, 2, 2)
+    run = trained_on(name, _ranks(2, 2))
     with pytest.raises(RequestError, match=what) as caught:
         convert(run.dir, tmp_path / run.tag, "zero", layout=NativeLayout(**options))
     assert caught.value.code == "request.unsatisfiable"
@@ -245,48 +221,41 @@ def test_impossible_targets_are_refused(
 
 
 def test_the_universal_form_loads_and_goes_back(
-    trained_autoep: TrainAutoEp, parallel: ParallelOracle, tmp_path: Path
+    trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    run, case = trained_autoep("autoep_z1", 4, 2), AUTOEP_CASES["autoep_z1"]
+    run, case = trained_on("autoep_z1", _ranks(4, 2)), AUTOEP_CASES["autoep_z1"]
     convert(run.dir, tmp_path / "to" / f"{run.tag}_universal", "universal")
-    again = _resume(parallel, case, tmp_path, world=2, ep=2, load_universal=True)
+    again = _resume(parallel, case, tmp_path, _ranks(2, 2), load_universal=True)
     _assert_is(run, again)
     # At stage 3 the loader gives all groups the first one's hyper-parameters (0.19.8): losses are not the source's.
     sharded = AUTOEP_CASES["autoep_z3"]
-    again = _resume(parallel, sharded, tmp_path, world=4, ep=4, load_universal=True)
+    again = _resume(parallel, sharded, tmp_path, _ranks(4, 4), load_universal=True)
     assert differences(run.truth, again.state) == []
     back = tmp_path / "back" / run.tag
     convert(tmp_path / "to", back, "zero", layout=NativeLayout(dp=4, ep=4, zero_stage="1"))
-    loaded = parallel.load(
-        "oracle.parallel_autoep:resume_autoep",
-        back.parent,
-        tmp_path / "out_back",
-        world=4,
-        case=case.to_json(),
-        ep=4,
-    )
+    loaded = parallel.resume(case, _ranks(4, 4), back.parent, tmp_path / "out_back")
     _assert_is(run, loaded)
 
 
 @pytest.mark.parametrize("name", rest_full(["autoep_z1", "autoep_z3"], "autoep_z3"))
 def test_the_peers_universal_form_is_read(
-    name: str, trained_autoep: TrainAutoEp, parallel: ParallelOracle, tmp_path: Path
+    name: str, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    run = trained_autoep(name, 4, 2)
+    run = trained_on(name, _ranks(4, 2))
     got = parallel.worlds.run(
         "oracle.peers:peer_universal", world=1, tag_dir=str(run.tag_dir), out_dir=str(tmp_path / "peer")
     )
     assert got[0]["error"] is None
     convert(tmp_path / "peer", tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=2, ep=2, zero_stage=name[-1]))
-    again = _resume(parallel, AUTOEP_CASES[name], tmp_path, world=2, ep=2)
+    again = _resume(parallel, AUTOEP_CASES[name], tmp_path, _ranks(2, 2))
     assert differences(run.truth, again.state) == []
 
 
 @pytest.mark.parametrize("name", ["autoep_z1", "autoep_z3"])
 def test_deepspeed_converts_what_we_write(
-    name: str, trained_autoep: TrainAutoEp, parallel: ParallelOracle, tmp_path: Path
+    name: str, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    run = trained_autoep(name, 4, 2)
+    run = trained_on(name, _ranks(4, 2))
     native = tmp_path / "native" / run.tag
     convert(run.dir, native, "zero", layout=NativeLayout(dp=4, ep=4))
     got = parallel.worlds.run(
@@ -303,15 +272,13 @@ def test_deepspeed_converts_what_we_write(
 
 @pytest.mark.full
 def test_deepspeed_itself_resumes_frozen_experts_wrongly_at_stage_2(
-    trained_autoep: TrainAutoEp, parallel: ParallelOracle, tmp_path: Path
+    trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     # Why that target is refused: its loader gives every rank the frozen experts of the first. Our source is right.
-    run, case = trained_autoep("autoep_z2_frozen", 2, 2), AUTOEP_CASES["autoep_z2_frozen"]
-    same = parallel.load(
-        "oracle.parallel_autoep:resume_autoep", run.dir, tmp_path / "same", world=2, case=case.to_json(), ep=2
-    )
+    run, case = trained_on("autoep_z2_frozen", _ranks(2, 2)), AUTOEP_CASES["autoep_z2_frozen"]
+    same = parallel.resume(case, _ranks(2, 2), run.dir, tmp_path / "same")
     assert differences(run.truth, same.state) == ["frozen/layers.0.moe.experts.w2: bits differ"]
     convert(run.dir, tmp_path / "universal", "universal")
     convert(tmp_path / "universal", tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=2, ep=2, zero_stage="1"))
-    again = _resume(parallel, AUTOEP_CASES["autoep_z1_frozen"], tmp_path, world=2, ep=2)
+    again = _resume(parallel, AUTOEP_CASES["autoep_z1_frozen"], tmp_path, _ranks(2, 2))
     _assert_is(run, again)

@@ -45,11 +45,11 @@ def _assert_is(run: Saved, again: Reloaded, *, losses: bool = True) -> None:
 
 @pytest.mark.parametrize("layout", rest_full(LAYOUTS, Layout(1, 2, 2), Layout(4, 1, 1)), ids=str)
 def test_a_pipeline_with_tensor_parallelism_resumes_on_any_layout(
-    layout: Layout, trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    layout: Layout, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = GPT_CASES["gpt_fp32"], trained_3d("gpt_fp32", FULL)
+    case, run = GPT_CASES["gpt_fp32"], trained_on("gpt_fp32", FULL)
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(case, layout))
-    again = parallel.resume_3d(case, layout, tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(case, layout, tmp_path / "to", tmp_path / "out")
     _assert_is(run, again)
     assert again.state.meta["wrong_weights"] == []
 
@@ -74,41 +74,41 @@ def test_a_pipeline_with_tensor_parallelism_resumes_on_any_layout(
     ids=str,
 )
 def test_every_rule_resumes_on_another_layout(
-    name: str, source: Layout, target: Layout, trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    name: str, source: Layout, target: Layout, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = GPT_CASES[name], trained_3d(name, source)
+    case, run = GPT_CASES[name], trained_on(name, source)
     # DeepSpeed's lists leave out what is cut along dimension 0; rules of a user have to say that they mean it.
     rules = None if case.info else f"default: column\n{gpt_rules_yaml(case)}"
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(case, target), rules=rules)
-    again = parallel.resume_3d(case, target, tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(case, target, tmp_path / "to", tmp_path / "out")
     _assert_is(run, again, losses=case.dtype == "fp32")
 
 
 def test_positions_beside_a_tied_embedding_are_the_first_stages(
-    trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = GPT_CASES["gpt_fp32_tied_positions"], trained_3d("gpt_fp32_tied_positions", FULL)
+    case, run = GPT_CASES["gpt_fp32_tied_positions"], trained_on("gpt_fp32_tied_positions", FULL)
     result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(case, Layout(1, 2, 2)))
     assert any("another pipeline stage" in warning for warning in result.warnings)
-    again = parallel.resume_3d(case, Layout(1, 2, 2), tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(case, Layout(1, 2, 2), tmp_path / "to", tmp_path / "out")
     # Stages load a layer's weights from its file, and the head has none: its unused copy stays as it was drawn.
     assert differences(run.truth, again.state, without=("module",)) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
 
 def test_a_universal_checkpoint_of_a_pipeline_resumes_with_tensor_parallelism(
-    trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = GPT_CASES["gpt_fp32"], trained_3d("gpt_fp32", FULL)
+    case, run = GPT_CASES["gpt_fp32"], trained_on("gpt_fp32", FULL)
     convert(run.dir, tmp_path / "to" / f"{run.tag}_universal", "universal")
     for layout in (Layout(1, 1, 2), Layout(2, 2, 1), Layout(4, 1, 1)):
         out = tmp_path / str(layout)
-        again = parallel.resume_3d(case, layout, tmp_path / "to", out, load_universal=True)
+        again = parallel.resume(case, layout, tmp_path / "to", out, load_universal=True)
         _assert_is(run, again)
 
 
-def test_a_universal_checkpoint_of_a_pipeline_is_read_back(trained_3d: TrainedOn, tmp_path: Path) -> None:
-    case, run = GPT_CASES["gpt_fp32"], trained_3d("gpt_fp32", FULL)
+def test_a_universal_checkpoint_of_a_pipeline_is_read_back(trained_on: TrainedOn, tmp_path: Path) -> None:
+    case, run = GPT_CASES["gpt_fp32"], trained_on("gpt_fp32", FULL)
     convert(run.dir, tmp_path / "universal", "universal")
     convert(tmp_path / "universal", tmp_path / "to", "zero", layout=_layout(case, Layout(2, 1, 2)))
     source = SourceSpec(url=str(run.dir))
@@ -118,13 +118,13 @@ def test_a_universal_checkpoint_of_a_pipeline_is_read_back(trained_3d: TrainedOn
         assert report.equal, report.differences
 
 
-def test_without_rules_nothing_is_guessed(trained_3d: TrainedOn, tmp_path: Path) -> None:
-    case, run = GPT_CASES["gpt_fp32_bare"], trained_3d("gpt_fp32_bare", FULL)
+def test_without_rules_nothing_is_guessed(trained_on: TrainedOn, tmp_path: Path) -> None:
+    case, run = GPT_CASES["gpt_fp32_bare"], trained_on("gpt_fp32_bare", FULL)
     with pytest.raises(SourceError) as caught:
         convert(run.dir, tmp_path / "to" / run.tag, "universal")
     assert caught.value.code == "checkpoint.unexplained"
     assert "2.attention.qkv.weight" in caught.value.details["parameters"]
-    one = trained_3d("gpt_fp32_bare", Layout(1, 1, 1))
+    one = trained_on("gpt_fp32_bare", Layout(1, 1, 1))
     with pytest.raises(RequestError) as refused:
         convert(one.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(case, Layout(2, 1, 1)))
     assert refused.value.code == "request.unsatisfiable"
@@ -151,10 +151,10 @@ def test_experts_resume_on_other_ranks(
     name: str, source: tuple[int, int], target: tuple[int, int], parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     case = MOE_CASES[name]
-    run = parallel.train_moe(case, tmp_path / "from", world=source[0], ep=source[1])
+    run = parallel.train(case, Layout(dp=source[0], ep=source[1]), tmp_path / "from")
     layout = NativeLayout(dp=target[0], ep=target[1])
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=layout)
-    again = parallel.resume_moe(case, tmp_path / "to", tmp_path / "out", world=target[0], ep=target[1])
+    again = parallel.resume(case, Layout(dp=target[0], ep=target[1]), tmp_path / "to", tmp_path / "out")
     _assert_is(run, again, losses=case.dtype == "fp32")
 
 
@@ -186,18 +186,18 @@ def test_autotp_resumes_at_another_size(
     name: str, source: tuple[int, int], target: tuple[int, int], parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     case = AUTOTP_CASES[name]
-    run = parallel.train_autotp(case, tmp_path / "from", world=source[0], tp=source[1])
+    run = parallel.train(case, Layout(tp=source[1], dp=source[0] // source[1]), tmp_path / "from")
     layout = NativeLayout(dp=target[0] // target[1], tp=target[1])
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=layout)
-    again = parallel.resume_autotp(case, tmp_path / "to", tmp_path / "out", world=target[0], tp=target[1])
+    again = parallel.resume(case, Layout(tp=target[1], dp=target[0] // target[1]), tmp_path / "to", tmp_path / "out")
     _assert_is(run, again, losses=case.dtype == "fp32")
 
 
 @pytest.mark.parametrize("name", rest_full(["autotp_z1", "autotp_z3"], "autotp_z3"))
 def test_autotp_goes_down_and_back(name: str, parallel: ParallelOracle, tmp_path: Path) -> None:
     case = AUTOTP_CASES[name]
-    run = parallel.train_autotp(case, tmp_path / "from", world=2, tp=2)
+    run = parallel.train(case, Layout(tp=2, dp=1), tmp_path / "from")
     convert(run.dir, tmp_path / "one" / run.tag, "zero", layout=NativeLayout(dp=2, tp=1))
     convert(tmp_path / "one", tmp_path / "back" / run.tag, "zero", layout=NativeLayout(dp=1, tp=2))
-    again = parallel.resume_autotp(case, tmp_path / "back", tmp_path / "out", world=2, tp=2)
+    again = parallel.resume(case, Layout(tp=2, dp=1), tmp_path / "back", tmp_path / "out")
     _assert_is(run, again)

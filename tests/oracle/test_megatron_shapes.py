@@ -20,9 +20,8 @@ import reshard
 from house.tiers import rest_full
 from oracle.driver import Oracle
 from oracle.outputs import contents, convert
-from oracle.parallel_cases import VOCAB, Layout
+from oracle.parallel_cases import VOCAB, Layout, MegatronCase
 from oracle.parallel_driver import ParallelOracle, Reloaded, Saved
-from oracle.parallel_megatron_cases import MegatronCase
 from oracle.truth import Truth, differences, meta_differences
 from reshard.choices import VerifyLevel, WeightDecayGroups, ZeroStage
 from reshard.local import load_engine
@@ -46,7 +45,7 @@ def trained(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactory) 
     def train(case: MegatronCase, layout: Layout) -> Saved:
         if (case, layout) not in done:
             folder = tmp_path_factory.mktemp(f"z{case.stage}-{layout}")
-            done[case, layout] = parallel.train_megatron(case, layout, folder)
+            done[case, layout] = parallel.train(case, layout, folder)
         return done[case, layout]
 
     return train
@@ -104,7 +103,7 @@ def test_groups_are_those_of_the_target_and_come_back(
     assert _says(result.warnings, f"param groups: {1 if source is ONE_GROUP else 2} became")
     assert _says(result.warnings, "10 of 26 parameters have weight decay 0.1")
     assert _says(result.warnings, "--weight-decay-groups keep")
-    again = parallel.resume_megatron(target, layout, tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(target, layout, tmp_path / "to", tmp_path / "out")
     _assert_holds(run, again)
     fresh = trained(target, CUT).truth
     # What a run of the target's own kind has: the same groups, the same order in them, the same weight decay.
@@ -114,7 +113,7 @@ def test_groups_are_those_of_the_target_and_come_back(
     assert again.losses[0] == pytest.approx(run.losses_after[0], abs=LOSS_TOLERANCE)
 
     convert(tmp_path / "to" / run.tag, tmp_path / "back" / run.tag, "zero", layout=_layout(source, layout))
-    back = parallel.resume_megatron(source, layout, tmp_path / "back", tmp_path / "out_back")
+    back = parallel.resume(source, layout, tmp_path / "back", tmp_path / "out_back")
     _assert_holds(run, back)
     assert meta_differences(run.truth, back.state) == []
     assert back.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
@@ -126,7 +125,7 @@ def test_a_nested_module_without_leaves_keeps_its_places(
     run, layout = trained(ONE_GROUP, CUT), Layout(tp=2, dp=1)
     result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(ONE_GROUP, layout))
     assert not _says(result.warnings, "param groups")
-    again = parallel.resume_megatron(ONE_GROUP, layout, tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(ONE_GROUP, layout, tmp_path / "to", tmp_path / "out")
     _assert_holds(run, again)
     assert meta_differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
@@ -145,7 +144,7 @@ def test_groups_that_do_not_follow_the_stage_are_kept(
     told = {} if source is OWN_CODE else {"weight_decay_groups": WeightDecayGroups.KEEP}
     result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(target, layout, **told))
     assert not _says(result.warnings, "param groups")
-    again = parallel.resume_megatron(target, layout, tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(target, layout, tmp_path / "to", tmp_path / "out")
     _assert_holds(run, again)
     assert again.state.hyper_parameters == run.truth.hyper_parameters
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
@@ -191,7 +190,7 @@ def test_a_universal_form_has_the_groups_of_every_stage(
     # DeepSpeed's own loader of stage 3 loads no tensor-parallel runs.
     for target, layout in ((TWO_GROUPS, Layout(tp=2)), (ONE_GROUP, Layout(dp=2))):
         out = tmp_path / f"z{target.stage}"
-        again = parallel.resume_megatron(target, layout, tmp_path / "to", out, load_universal=True)
+        again = parallel.resume(target, layout, tmp_path / "to", out, load_universal=True)
         _assert_holds(run, again)
         fresh = trained(TWO_GROUPS if target.stage < 3 else ONE_GROUP, CUT).truth
         assert again.state.hyper_parameters == fresh.hyper_parameters
@@ -217,7 +216,7 @@ def test_padding_of_the_same_size_is_kept(
     result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(TWO_GROUPS, layout))
     assert not _says(result.warnings, "padding")
     assert not _says(result.warnings, "zeros")
-    again = parallel.resume_megatron(TWO_GROUPS, layout, tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(TWO_GROUPS, layout, tmp_path / "to", tmp_path / "out")
     _assert_holds(run, again)
     assert meta_differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
@@ -238,7 +237,7 @@ def test_padding_of_another_size_is_said(
     result = convert(run.dir, tmp_path / "to" / run.tag, "zero", **options)
     assert _says(result.warnings, said)
     assert _says(result.warnings, "softmax")
-    again = parallel.resume_megatron(case, layout, tmp_path / "to", tmp_path / "out", steps=1)
+    again = parallel.resume(case, layout, tmp_path / "to", tmp_path / "out", steps=1)
     assert differences(run.truth, again.state) == []
     kept = min(rows, 48) - VOCAB
     for key, found in _padding(again.state).items():
@@ -271,9 +270,7 @@ def test_the_option_that_a_warning_names_keeps_every_row(
     result = convert(run.dir, tmp_path / "to" / run.tag, to, vocab_divisor=int(found[1]), **options)
     assert not _says(result.warnings, "vocabulary")
     target = replace(TWO_GROUPS, pad_to=int(found[1]))
-    again = parallel.resume_megatron(
-        target, layout, tmp_path / "to", tmp_path / "out", load_universal=to == "universal"
-    )
+    again = parallel.resume(target, layout, tmp_path / "to", tmp_path / "out", load_universal=to == "universal")
     _assert_holds(run, again)
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
@@ -288,11 +285,11 @@ def test_a_vocabulary_below_one_multiple_is_padded_if_the_user_says_so(
     assert _says(bare.warnings, "Do not load this at ZeRO-3")
     assert _says(bare.warnings, "--vocab-divisor 40")
     # The warning is true: what follows the vocabulary is shifted, and nobody says so.
-    again = parallel.resume_megatron(target, Layout(), tmp_path / "bare", tmp_path / "no", load_universal=True, steps=0)
+    again = parallel.resume(target, Layout(), tmp_path / "bare", tmp_path / "no", load_universal=True, steps=0)
     assert any("final_layernorm" in line for line in differences(run.truth, again.state))
     told = convert(run.dir, tmp_path / "told" / run.tag, "universal", vocab_divisor=40)
     assert _says(told.warnings, "load this without tensor parallelism only")
-    again = parallel.resume_megatron(target, Layout(), tmp_path / "told", tmp_path / "yes", load_universal=True)
+    again = parallel.resume(target, Layout(), tmp_path / "told", tmp_path / "yes", load_universal=True)
     _assert_holds(run, again)
     assert again.losses[0] == pytest.approx(run.losses_after[0], abs=LOSS_TOLERANCE)
 
@@ -339,9 +336,7 @@ def test_a_universal_form_by_deepspeed_has_zeros_for_padding(
         is stripped
     )
     assert not _says(result.warnings, "no step counter")
-    again = parallel.resume_megatron(
-        ONE_GROUP, Layout(dp=2), tmp_path / "ours", tmp_path / "out", load_universal=True, steps=0
-    )
+    again = parallel.resume(ONE_GROUP, Layout(dp=2), tmp_path / "ours", tmp_path / "out", load_universal=True, steps=0)
     _assert_holds(run, again, padding=not stripped)
     convert(tmp_path / "ours" / run.tag, tmp_path / "next" / run.tag, "universal")
     report = load_engine().diff(
@@ -370,17 +365,15 @@ def test_one_rank_without_rules_is_said_to_be_fit_for_one_rank(
     result = convert(run.dir, tmp_path / "bare" / f"{run.tag}_universal", "universal")
     assert _says(result.warnings, "tensor parallelism 1 only")
     assert _says(result.warnings, "--family gpt-megatron")
-    one = parallel.resume_megatron(TWO_GROUPS, Layout(), tmp_path / "bare", tmp_path / "one", load_universal=True)
+    one = parallel.resume(TWO_GROUPS, Layout(), tmp_path / "bare", tmp_path / "one", load_universal=True)
     _assert_holds(run, one, padding=False)
     # The warning is true: DeepSpeed loads it on two ranks without an error, and wrongly.
-    bare = parallel.resume_megatron(
-        TWO_GROUPS, Layout(tp=2), tmp_path / "bare", tmp_path / "two", load_universal=True, steps=1
-    )
+    bare = parallel.resume(TWO_GROUPS, Layout(tp=2), tmp_path / "bare", tmp_path / "two", load_universal=True, steps=1)
     assert any("dense.weight" in line for line in differences(run.truth, bare.state))
 
     told = convert(run.dir, tmp_path / "told" / f"{run.tag}_universal", "universal", family="gpt-megatron")
     assert not _says(told.warnings, "tensor parallelism 1 only")
-    right = parallel.resume_megatron(
+    right = parallel.resume(
         TWO_GROUPS, Layout(tp=2), tmp_path / "told", tmp_path / "right", load_universal=True, steps=1
     )
     _assert_holds(run, right, padding=False)
@@ -394,7 +387,7 @@ def test_a_family_grows_one_rank_natively(trained: Trained, parallel: ParallelOr
     )
     # It changes how heads are cut, and nothing proves their order.
     assert _says(result.warnings, "query_key_value")
-    again = parallel.resume_megatron(TWO_GROUPS, layout, tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(TWO_GROUPS, layout, tmp_path / "to", tmp_path / "out")
     _assert_holds(run, again)
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 

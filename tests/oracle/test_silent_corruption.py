@@ -46,7 +46,7 @@ def test_growing_from_one_rank_needs_rules(parallel: ParallelOracle, oracle: Ora
     # 37 rows are 40 on one rank and on two: with other padding the peer would notice.
     case = GptCase("gpt_fp32_bare_padded_to_4", info=False, pad_to=4)
     two = Layout(2, 1, 1)
-    run = parallel.train_3d(case, ONE, tmp_path / "from")
+    run = parallel.train(case, ONE, tmp_path / "from")
 
     layout = NativeLayout(tp=2, dp=1, vocab_divisor=case.pad_to)
     with pytest.raises(RequestError) as caught:
@@ -56,13 +56,13 @@ def test_growing_from_one_rank_needs_rules(parallel: ParallelOracle, oracle: Ora
     assert "--rules" in caught.value.fix
 
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=layout, rules=_rules(case))
-    ours = parallel.resume_3d(case, two, tmp_path / "to", tmp_path / "ours")
+    ours = parallel.resume(case, two, tmp_path / "to", tmp_path / "ours")
     assert differences(run.truth, ours.state) == []
     assert ours.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
     # The peer converts and loads without a word, and cuts everything along dimension 0.
     assert oracle.peer_universal(run.tag_dir, tmp_path / "peer" / "universal") is None
-    theirs = parallel.resume_3d(case, two, tmp_path / "peer", tmp_path / "theirs", tag="universal", load_universal=True)
+    theirs = parallel.resume(case, two, tmp_path / "peer", tmp_path / "theirs", tag="universal", load_universal=True)
     wrong = {line.split(":")[0] for line in differences(run.truth, theirs.state)}
     assert {f"fp32/{layer}.attention.dense.weight" for layer in (2, 3, 4, 5)} <= wrong
     assert theirs.losses != pytest.approx(run.losses_after, abs=100 * LOSS_TOLERANCE)
@@ -85,33 +85,33 @@ def _without_blocks(parallel: ParallelOracle, run: Saved, folder: Path) -> Path:
 
 
 def test_rules_of_the_request_win_over_the_checkpoints_own(
-    trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_3d("gpt_fp32_qkv_blocks", FULL)
+    case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_on("gpt_fp32_qkv_blocks", FULL)
     wrong = _without_blocks(parallel, run, tmp_path)
     layout = NativeLayout(tp=1, pp=1, dp=2, vocab_divisor=case.pad_to)
     convert(wrong / run.tag, tmp_path / "to" / run.tag, "zero", layout=layout, rules=_rules(case))
-    again = parallel.resume_3d(case, Layout(1, 1, 2), tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(case, Layout(1, 1, 2), tmp_path / "to", tmp_path / "out")
     assert differences(run.truth, again.state) == []
     assert meta_differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
     # What it was told is in what was written: the next conversion cuts it rightly without being told again.
     on = NativeLayout(tp=2, pp=1, dp=1, vocab_divisor=case.pad_to)
     convert(tmp_path / "to" / run.tag, tmp_path / "on" / run.tag, "zero", layout=on)
-    cut = parallel.resume_3d(case, Layout(2, 1, 1), tmp_path / "on", tmp_path / "out_on")
+    cut = parallel.resume(case, Layout(2, 1, 1), tmp_path / "on", tmp_path / "out_on")
     assert differences(run.truth, cut.state) == []
 
 
 def test_rules_of_the_request_add_to_the_checkpoints_own(
-    trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_3d("gpt_fp32_qkv_blocks", FULL)
+    case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_on("gpt_fp32_qkv_blocks", FULL)
     wrong = _without_blocks(parallel, run, tmp_path)
     layout = NativeLayout(tp=1, pp=1, dp=2, vocab_divisor=case.pad_to)
     # One sentence of the user; all others are the checkpoint's.
     one = yaml.safe_dump({"parameter_with_sub_params": gpt_rules(case)["parameter_with_sub_params"]})
     convert(wrong / run.tag, tmp_path / "to" / run.tag, "zero", layout=layout, rules=one)
-    again = parallel.resume_3d(case, Layout(1, 1, 2), tmp_path / "to", tmp_path / "out")
+    again = parallel.resume(case, Layout(1, 1, 2), tmp_path / "to", tmp_path / "out")
     assert differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
     # Unless the user says that nothing else counts.
@@ -210,16 +210,16 @@ def test_ranks_with_three_digits(kind: str, tmp_path: Path) -> None:
 
 def test_uneven_heads_of_autotp(parallel: ParallelOracle, tmp_path: Path) -> None:
     case = AUTOTP_CASES["autotp_z1_uneven"]  # three key-value heads: two ranks hold two and one
-    run = parallel.train_autotp(case, tmp_path / "from", world=2, tp=2)
+    run = parallel.train(case, Layout(tp=2, dp=1), tmp_path / "from")
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=1, tp=3))
-    again = parallel.resume_autotp(case, tmp_path / "to", tmp_path / "out", world=3, tp=3)
+    again = parallel.resume(case, Layout(tp=3, dp=1), tmp_path / "to", tmp_path / "out")
     assert differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
 
 def test_heads_of_autotp_are_not_cut_through(parallel: ParallelOracle, tmp_path: Path) -> None:
     # 24 rows divide by four ranks, three heads do not; only the widths of the two ranks tell that there are three.
-    run = parallel.train_autotp(AUTOTP_CASES["autotp_z1_uneven"], tmp_path / "from", world=2, tp=2)
+    run = parallel.train(AUTOTP_CASES["autotp_z1_uneven"], Layout(tp=2, dp=1), tmp_path / "from")
     with pytest.raises(RequestError) as caught:
         convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=1, tp=4))
     assert (caught.value.code, caught.value.fix) == ("request.unsatisfiable", "--tp 3")
@@ -227,8 +227,8 @@ def test_heads_of_autotp_are_not_cut_through(parallel: ParallelOracle, tmp_path:
     assert not (tmp_path / "to" / run.tag).exists()
 
 
-def test_heads_that_share_keys_are_not_cut_through(trained_3d: TrainedOn, tmp_path: Path) -> None:
-    case, run = GPT_CASES["gpt_fp32_gqa"], trained_3d("gpt_fp32_gqa", FULL)
+def test_heads_that_share_keys_are_not_cut_through(trained_on: TrainedOn, tmp_path: Path) -> None:
+    case, run = GPT_CASES["gpt_fp32_gqa"], trained_on("gpt_fp32_gqa", FULL)
     # 32 rows of the fused matrix divide by four ranks, its two groups of heads do not.
     heads = "parameter_with_heads: [{patterns: ['.*attention.qkv.weight'], heads: 2}]"
     with pytest.raises(RequestError) as caught:
@@ -246,8 +246,8 @@ def test_heads_that_share_keys_are_not_cut_through(trained_3d: TrainedOn, tmp_pa
 # -- padding of vocabularies -------------------------------------------------------------------------------------------
 
 
-def test_vocabularies_are_padded_anew(trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path) -> None:
-    case, run = GPT_CASES["gpt_fp32"], trained_3d("gpt_fp32", FULL)
+def test_vocabularies_are_padded_anew(trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path) -> None:
+    case, run = GPT_CASES["gpt_fp32"], trained_on("gpt_fp32", FULL)
     truth = tensor_of(run.truth.tensors["module/tied_modules.embed.tokens.weight"])
     assert len(truth) == VOCAB
     source = run.dir
@@ -263,7 +263,7 @@ def test_vocabularies_are_padded_anew(trained_3d: TrainedOn, parallel: ParallelO
             shapes = load(target / run.tag / f"mp_rank_{rank:02d}_model_states.pt")["param_shapes"]
             assert shapes[0][f"{TIED}tokens.weight"][0] == rows // tp
         source = target
-        again = parallel.resume_3d(case, Layout(tp, 1, 1), target, tmp_path / f"out{tp}")
+        again = parallel.resume(case, Layout(tp, 1, 1), target, tmp_path / f"out{tp}")
         assert differences(run.truth, again.state) == []
         assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
@@ -273,7 +273,7 @@ def test_vocabularies_are_padded_anew(trained_3d: TrainedOn, parallel: ParallelO
 
 def test_stage_3_of_autotp_as_universal(parallel: ParallelOracle, tmp_path: Path) -> None:
     case = AUTOTP_CASES["autotp_z3"]
-    run = parallel.train_autotp(case, tmp_path / "from", world=4, tp=2)
+    run = parallel.train(case, Layout(tp=2, dp=2), tmp_path / "from")
     convert(run.dir, tmp_path / "to" / f"{run.tag}_universal", "universal")
     folder = tmp_path / "to" / f"{run.tag}_universal"
     wanted = {f"{fqn}/fp32": value for fqn, value in run.truth.kind("fp32").items()}
@@ -281,8 +281,8 @@ def test_stage_3_of_autotp_as_universal(parallel: ParallelOracle, tmp_path: Path
     assert len(wanted) > 30
     assert wrong_atoms(folder, wanted) == []
     for world, tp in ((2, 1), (4, 4)):
-        again = parallel.resume_autotp(
-            case, tmp_path / "to", tmp_path / f"out{tp}", world=world, tp=tp, load_universal=True
+        again = parallel.resume(
+            case, Layout(tp=tp, dp=world // tp), tmp_path / "to", tmp_path / f"out{tp}", load_universal=True
         )
         assert differences(run.truth, again.state) == []
 

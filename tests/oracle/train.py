@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +69,23 @@ def build_engine(case: Case, world: int, *, seed: int, load_universal: bool = Fa
     return engine
 
 
-def train_steps(engine: Any, steps: int, rank: int, world: int) -> list[float]:
-    """Global mean losses of the next ``steps`` steps; the data follow ``engine.global_steps``."""
+def mean_losses(engine: Any, steps: int, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
+    """Global mean losses of the next ``steps`` steps; ``loss_of`` takes their data by ``engine.global_steps``."""
     losses = []
     engine.train()
     for _ in range(steps):
-        tokens, targets = batch(engine.global_steps, rank, world)
-        loss = engine(tokens, targets)
+        loss = loss_of(engine.global_steps)
         engine.backward(loss)
         engine.step()
         mean = loss.detach().to(torch.float64)
         dist.all_reduce(mean)
-        losses.append(mean.item() / world)
+        losses.append(mean.item() / dist.get_world_size())
     return losses
+
+
+def train_steps(engine: Any, steps: int, rank: int, world: int) -> list[float]:
+    """Global mean losses of the next ``steps`` steps."""
+    return mean_losses(engine, steps, lambda step: engine(*batch(step, rank, world)))
 
 
 def dump_states(engine: Any, folder: Path, stem: str, extra: dict[str, Any]) -> None:
