@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from house.expected import raised
 from house.requests import asked
 from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import ReshardError
@@ -39,12 +40,11 @@ def _convert(source: Path | str, target: Path | str, **options: Any) -> None:
 def _refused(source: Path | str, target: Path, **options: Any) -> ReshardError:
     """The error of a conversion, after checking that it left nothing behind."""
     before = sorted(p.name for p in target.parent.iterdir()) if target.parent.exists() else []
-    with pytest.raises(ReshardError) as caught:
-        _convert(source, target, **options)
+    error = raised(ReshardError, _convert, source, target, **options)
     after = sorted(p.name for p in target.parent.iterdir()) if target.parent.exists() else []
     assert after == before, "a refused conversion left files"
-    assert caught.value.fix, f"{caught.value.code} says no fix"
-    return caught.value
+    assert error.fix, f"{error.code} says no fix"
+    return error
 
 
 def test_missing_rank(source: Path, tmp_path: Path) -> None:
@@ -82,16 +82,12 @@ def test_latest_points_nowhere(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["../../etc", "/etc", "a/../b", "", "global_step3\nglobal_step4", "x\0y"])
 def test_latest_is_no_name(source: Path, tmp_path: Path, text: str) -> None:
     (source / "latest").write_text(text)
-    with pytest.raises(ReshardError) as caught:
-        _convert(source, tmp_path / "out")
-    assert caught.value.code == "checkpoint.bad_latest"
+    assert raised(ReshardError, _convert, source, tmp_path / "out").code == "checkpoint.bad_latest"
 
 
 def test_latest_is_huge(source: Path, tmp_path: Path) -> None:
     (source / "latest").write_bytes(b"a" * 100_000)
-    with pytest.raises(ReshardError) as caught:
-        _convert(source, tmp_path / "out")
-    assert caught.value.code == "checkpoint.bad_latest"
+    assert raised(ReshardError, _convert, source, tmp_path / "out").code == "checkpoint.bad_latest"
 
 
 def test_unknown_tag(source: Path, tmp_path: Path) -> None:
@@ -145,21 +141,13 @@ def test_target_exists(source: Path, tmp_path: Path) -> None:
 
 
 def test_target_inside_source(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ReshardError) as caught:
-        _convert(source, source / "global_step3" / "out")
-    assert caught.value.code == "request.overlap"
-    with pytest.raises(ReshardError) as caught:
-        _convert(source, source)
-    assert caught.value.code == "request.overlap"
+    assert raised(ReshardError, _convert, source, source / "global_step3" / "out").code == "request.overlap"
+    assert raised(ReshardError, _convert, source, source).code == "request.overlap"
 
 
 def test_target_that_cannot_be_written(source: Path) -> None:
-    with pytest.raises(ReshardError) as caught:
-        _convert(source, "memory://bucket/out")
-    assert caught.value.code == "request.unknown_scheme"
-    with pytest.raises(ReshardError) as caught:
-        _convert("nosuchscheme://x/y", "/nowhere/out")
-    assert caught.value.code == "request.unknown_scheme"
+    assert raised(ReshardError, _convert, source, "memory://bucket/out").code == "request.unknown_scheme"
+    assert raised(ReshardError, _convert, "nosuchscheme://x/y", "/nowhere/out").code == "request.unknown_scheme"
 
 
 def test_budget_too_small(source: Path, tmp_path: Path) -> None:
@@ -238,9 +226,8 @@ def test_truncated_legacy_file(source: Path, tmp_path: Path) -> None:
     data = (source / OPTIM_1).read_bytes()
     for length in (1, 50, 400, len(data) // 2, len(data) - 1):
         (source / OPTIM_1).write_bytes(data[:length])
-        with pytest.raises(ReshardError) as caught:
-            _convert(source, tmp_path / "out")
-        assert caught.value.code in {"pickle.truncated", "checkpoint.incomplete", "source.unknown_kind"}, length
+        error = raised(ReshardError, _convert, source, tmp_path / "out")
+        assert error.code in {"pickle.truncated", "checkpoint.incomplete", "source.unknown_kind"}, length
 
 
 def test_files_of_two_steps(source: Path, tmp_path: Path) -> None:
@@ -284,9 +271,7 @@ def test_source_that_changes_during_the_run(source: Path, tmp_path: Path) -> Non
     request = ConvertRequest(
         source=SourceSpec(url=str(source)), target=str(tmp_path / "out"), to=TargetFormat.UNIVERSAL
     )
-    with pytest.raises(ReshardError) as caught:
-        load_engine().convert(request, on_progress=overwrite)
-    assert caught.value.code == "source.changed"
+    assert raised(ReshardError, load_engine().convert, request, on_progress=overwrite).code == "source.changed"
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "latest_universal").exists()
 
@@ -304,6 +289,4 @@ def test_damaged_output_is_found(source: Path, tmp_path: Path) -> None:
     report = engine.verify(str(tmp_path / "out"))
     assert not report.ok
     assert {p.path for p in report.problems} == {"zero/embed.weight/exp_avg.pt", "zero/gain/fp32.pt", "stray.bin"}
-    with pytest.raises(ReshardError) as caught:
-        engine.verify(str(source))
-    assert caught.value.code == "integrity.no_manifest"
+    assert raised(ReshardError, engine.verify, str(source)).code == "integrity.no_manifest"

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
+from house.expected import raised, some
 from reshard.errors import SourceError
 from reshard_engine.containers.safetensors import SafetensorsFile, open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile
@@ -24,15 +25,12 @@ STRICTER = {"safetensors.header", "tensor.unsupported"}
 
 def _open(path: Path, data: bytes) -> SafetensorsFile:
     path.write_bytes(data)
-    info = LocalStore().stat(str(path))
-    assert info is not None
+    info = some(LocalStore().stat(str(path)))
     return open_safetensors_file(SourceFile(LocalStore(), path.name, (info,)))
 
 
 def _code(path: Path, data: bytes) -> str:
-    with pytest.raises(SourceError) as caught:
-        _open(path, data)
-    return caught.value.code
+    return raised(SourceError, _open, path, data).code
 
 
 def _file(header: object, body: bytes = bytes(8), *, length: int | None = None) -> bytes:
@@ -110,11 +108,9 @@ def test_a_header_of_more_than_the_format_allows(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(length.to_bytes(8, "little") + b"{}")
         file.truncate(8 + length)
-    info = LocalStore().stat(str(path))
-    assert info is not None
-    with pytest.raises(SourceError) as caught:
-        open_safetensors_file(SourceFile(LocalStore(), "x", (info,)))
-    assert caught.value.code == "safetensors.header_size"
+    info = some(LocalStore().stat(str(path)))
+    error = raised(SourceError, open_safetensors_file, SourceFile(LocalStore(), "x", (info,)))
+    assert error.code == "safetensors.header_size"
 
 
 @pytest.mark.parametrize(
@@ -130,16 +126,13 @@ def test_a_header_of_more_than_the_format_allows(tmp_path: Path) -> None:
 def test_long_headers_take_memory_in_proportion(text: bytes, code: str | None, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(_file(text, b""))
-    info = LocalStore().stat(str(path))
-    assert info is not None
+    info = some(LocalStore().stat(str(path)))
     file = SourceFile(LocalStore(), "x", (info,))
     tracemalloc.start()
     try:
         found = open_safetensors_file(file).tensors if code is None else None
         if code is not None:
-            with pytest.raises(SourceError) as caught:
-                open_safetensors_file(file)
-            assert caught.value.code == code
+            assert raised(SourceError, open_safetensors_file, file).code == code
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from checkpoints import write_zero_checkpoint
 from faults import local_trials, memory_trials
 from faults.judge import Tree
 from faults.small import NAME, small_request, write_source
+from house.expected import raised
 from house.measured import say
+from house.waiting import at_once
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import ReshardError
 from reshard.local import load_engine
@@ -39,11 +42,7 @@ def race(attempts: Mapping[str, Callable[[], str]]) -> dict[str, str]:
         barrier.wait()
         ends[name] = attempt()
 
-    threads = [threading.Thread(target=run, args=item) for item in attempts.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(partial(run, *item) for item in attempts.items())
     return ends
 
 
@@ -175,9 +174,7 @@ def test_local_source_that_is_overwritten_during_the_read(small_root: Path, tmp_
         if progress.phase == "running":
             victim.write_bytes(next((small_root / "other").rglob("*rank_1*optim_states.pt")).read_bytes())
 
-    with pytest.raises(ReshardError) as caught:
-        ENGINE.convert(request, on_progress=save_again)
-    assert caught.value.code == "source.changed"
+    assert raised(ReshardError, ENGINE.convert, request, on_progress=save_again).code == "source.changed"
     assert not (tmp_path / "jobs" / NAME).exists()
 
 
@@ -210,9 +207,7 @@ def test_object_on_a_real_store_that_is_overwritten_during_the_read(s3: S3Server
         if progress.phase == "running" and progress.units_done == 0:
             s3.client().put_object(Bucket=bucket, Key=f"run/{key}", Body=other)
 
-    with pytest.raises(ReshardError) as caught:
-        ENGINE.convert(request, on_progress=save_again)
-    assert caught.value.code == "source.changed"
+    assert raised(ReshardError, ENGINE.convert, request, on_progress=save_again).code == "source.changed"
     ENGINE.discard(request)
     assert _s3_tree(s3, bucket, "out") == {}
 
@@ -221,6 +216,4 @@ def test_a_store_serves_a_scheme_in_its_own_context_only(memory: MemoryStore) ->
     case = memory_trials.fresh_case(memory, TargetFormat.SAFETENSORS)
     with serving("mem", memory):
         ENGINE.convert(case.request)
-    with pytest.raises(ReshardError) as caught:
-        ENGINE.verify(case.request.target)
-    assert caught.value.code == "request.unknown_scheme"
+    assert raised(ReshardError, ENGINE.verify, case.request.target).code == "request.unknown_scheme"

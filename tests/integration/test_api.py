@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import httpx
 import pytest
 from sqlalchemy import event, select
 
+from house.expected import raised, some
 from house.requests import asked
+from house.waiting import at_once
 from reshard.api.client import Client
 from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import JobError, RequestError, ReshardError, SourceError
@@ -113,11 +116,7 @@ def test_idempotency_key_sixteen_at_once(api: Api) -> None:
         start.wait()
         answers.append(api.post("/v1/jobs", {**api.body(), "labels": {"n": "16"}}, **{"Idempotency-Key": "at once"}))
 
-    threads = [threading.Thread(target=post) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([post] * 16)
     assert {answer.status_code for answer in answers} <= {202, 409}
     under_way = [answer for answer in answers if answer.status_code == 409]
     assert {answer.json()["code"] for answer in under_way} <= {"request.idempotency_conflict"}
@@ -161,11 +160,7 @@ def test_sixteen_requests_with_one_id_at_once_make_one_job(api: Api) -> None:
         start.wait()
         answers.append(api.put("/v1/jobs/one-of-two", api.body(f"out{number % 2}")))
 
-    threads = [threading.Thread(target=put, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(partial(put, number) for number in range(16))
     assert {a.status_code for a in answers} <= {202, 409}
     codes = {a.json()["code"] for a in answers if a.status_code == 409}
     assert codes <= {"request.idempotency_conflict", "request.job_exists"}
@@ -196,21 +191,16 @@ def test_client_submissions_with_one_key_at_once_all_get_the_job(api: Api) -> No
             job = client.submit(scripted(), str(api.directory / "out"), to="universal", idempotency_key="sdk")
             ids.append(job.id)
 
-    threads = [threading.Thread(target=submit) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([submit] * 6)
     assert len(ids) == 6
     assert len(set(ids)) == 1
 
 
 @pytest.mark.parametrize("code", ["source.not_found", "checkpoint.bad_latest", "storage.no_bucket", "storage.denied"])
 def test_what_is_known_at_once_is_refused_at_submission(client: Client, api: Api, code: str) -> None:
-    with pytest.raises(ReshardError) as caught:
-        client.submit(scripted(refuse=code), str(api.directory / "out"), to="universal")
-    assert caught.value.code == code
-    assert caught.value.fix == "change the script"
+    error = raised(ReshardError, client.submit, scripted(refuse=code), str(api.directory / "out"), to="universal")
+    assert error.code == code
+    assert error.fix == "change the script"
 
 
 @pytest.mark.parametrize("script", [{"refuse": "storage.unavailable"}, {"inspect_s": 30}])
@@ -257,12 +247,10 @@ def test_lists_show_short_results(api: Api) -> None:
         files = tuple(FileEntry(path=f"f{n}", size_bytes=n) for n in range(200))
         ended = [_converted(store, leases, str(api.directory / f"{n}"), files[:n]) for n in (0, 20, 21, 200)]
         running = store.create(_request("/in", "/out"), labels={"long": "list", "é": "\u2028\"'"})
-        claim = leases.claim(running.id, worker="w")
-        assert claim is not None
+        claim = some(leases.claim(running.id, worker="w"))
         leases.heartbeat(claim, Progress(phase="running", bytes_done=1))
         failed = store.create(_request("/in", "/elsewhere"), labels={"long": "list"})
-        claim = leases.claim(failed.id, worker="w")
-        assert claim is not None
+        claim = some(leases.claim(failed.id, worker="w"))
         assert leases.fail(claim, SourceError("checkpoint.incomplete", "rank 1 is missing"))
         planned = store.create(_request("/in", "/planned"), kind=JobKind.PLAN, labels={"long": "list"})
         listed = {job.id: job for job in store.list(JobFilter(labels={"long": "list"})).jobs}
@@ -307,8 +295,7 @@ def _request(source: str, target: str) -> ConvertRequest:
 def _converted(store: JobStore, leases: Leases, target: str, files: tuple[FileEntry, ...]) -> str:
     """A job that has SUCCEEDED with these files."""
     job = store.create(_request("/in", target), labels={"long": "list"})
-    claim = leases.claim(job.id, worker="w")
-    assert claim is not None
+    claim = some(leases.claim(job.id, worker="w"))
     for phase in ("running", "verifying"):
         leases.heartbeat(claim, Progress(phase=phase))
     facts = {"read_bytes": 1, "write_bytes": 2, "seconds": {"read": 0.5}, "plan_digest": "d", "warnings": ("one",)}
@@ -494,10 +481,9 @@ def test_a_jobs_own_error_is_not_the_answer_of_the_api(api: Api, client: Client)
             assert answer.json()["details"]["error"]["code"] == code
             assert not answer.json()["retryable"]
             assert "retry-after" not in answer.headers
-            with pytest.raises(ReshardError) as caught:
-                client.result(job.id)
-            assert caught.value.code == code
-            assert caught.value.fix == "change the script"
+            error = raised(ReshardError, client.result, job.id)
+            assert error.code == code
+            assert error.fix == "change the script"
 
 
 def test_the_operator_sets_the_most_that_a_request_may_ask_for(tmp_path: Path) -> None:
@@ -547,9 +533,8 @@ def test_tokens_and_roots(tmp_path: Path) -> None:
             client.submit(scripted(), f"{allowed}/out", to="universal")
             outside = (f"{tmp_path}/out", f"{allowed}-twin/out", f"{allowed}/link/out", f"{allowed}/../out", "/")
             for target in (*outside, "s3://bucket/something/x", "s3://bucket", "http://127.0.0.1/x"):
-                with pytest.raises(RequestError) as caught:
-                    client.submit(scripted(), target, to="universal")
-                assert caught.value.code == "request.root_forbidden", target
+                error = raised(RequestError, client.submit, scripted(), target, to="universal")
+                assert error.code == "request.root_forbidden", target
             for target in ("s3://bucket/some/../x", "simplecache::s3://bucket/some/x", "s3://bucket//some"):
                 with pytest.raises(RequestError, match=r"request\.invalid"):
                     client.submit(scripted(), target, to="universal")

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 import reshard
+from house.expected import raised, some
 from house.requests import asked
 from house.saves import DATA
 from reshard.api.admin import AdminClient, Webhooks
@@ -55,8 +56,7 @@ def serving(directory: Path, *, scripts: bool) -> Generator[Service]:
     process = ServerProcess(argv, env=env, log=log)
     try:
         process.wait_until(lambda: "startup complete" in log.read_text())
-        found = re.search(r"RESHARD_URL=(http://\S+)", log.read_text())
-        assert found is not None
+        found = some(re.search(r"RESHARD_URL=(http://\S+)", log.read_text()))
         yield Service(found[1], directory)
     finally:
         end_tree(process)
@@ -203,6 +203,4 @@ def test_a_service_that_is_away_is_an_error() -> None:
         async with AsyncClient("http://127.0.0.1:9", "", retries=1) as client:
             await client.get("x")
 
-    with pytest.raises(reshard.JobError) as caught:
-        asyncio.run(ask())
-    assert caught.value.code == "service.unavailable"
+    assert raised(reshard.JobError, asyncio.run, ask()).code == "service.unavailable"

@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 
+from house.expected import some
 from house.repository import ROOT
 from servers.scripted import scripted
 from servers.stack import Stack
@@ -96,8 +97,7 @@ class Browser:
 
 
 def _token_in(page: str) -> str:
-    found = re.search(r'name="form_token" value="([0-9a-f]{64})"', page)
-    assert found is not None
+    found = some(re.search(r'name="form_token" value="([0-9a-f]{64})"', page))
     return found[1]
 
 
@@ -313,8 +313,7 @@ def test_a_target_is_suggested_outside_of_the_run(real: Service) -> None:
         (f"{runs}/run1", "dcp", f"{runs}/run1_global_step3_fsdp"),
     ):
         page = real.browser().page(f"/submit?source={source}&to={to}")
-        target = re.search(r'id="target" [^>]*value="([^"]*)"', page)
-        assert target is not None
+        target = some(re.search(r'id="target" [^>]*value="([^"]*)"', page))
         assert unescape(target[1]) == wanted
         assert "readonly" not in target[0]
     kept = real.browser().page(f"/submit?source={runs}/run1&to=dcp&target={runs}/mine")
@@ -347,8 +346,7 @@ def test_errors_stand_at_their_field_without_flags(
         seen["POST"] = posted.text
     for page in seen.values():
         assert re.search(rf'id="{field}"[^>]* aria-invalid="true"', page), words_of(page)
-        at_field = re.search(rf'id="{field}-error">(.*?)</div></div>', page, re.DOTALL)
-        assert at_field is not None
+        at_field = some(re.search(rf'id="{field}-error">(.*?)</div></div>', page, re.DOTALL))
         assert told in words_of(at_field[1]), words_of(at_field[1])
         assert not FLAG.search(words_of(page))
         assert f'value="{given["target"]}"' in page  # nothing that was written is lost
@@ -356,8 +354,7 @@ def test_errors_stand_at_their_field_without_flags(
 
 def test_an_unreadable_source_is_told_at_its_field(real: Service) -> None:
     page = real.browser().page(f"/submit?source={real.directory}/runs/nothing")
-    at_field = re.search(r'id="source-error">(.*?)</div></div>', page, re.DOTALL)
-    assert at_field is not None
+    at_field = some(re.search(r'id="source-error">(.*?)</div></div>', page, re.DOTALL))
     assert "source.not_found" in at_field[1]
     # The fields of the target are not there, so that their errors cannot hide the one of the source.
     refused = real.browser().send("/submit", {"source": "", "to": "zero", "dp": "0", "target": "/x"})
@@ -501,8 +498,7 @@ def test_pages_of_jobs_and_their_filters(service: Service) -> None:
     jobs = [service.job(secret, labels={"row": str(number % 2)}) for number in range(27)]
     first = browser.page("/?label=row%3D1") and browser.page("/")
     shown = re.findall(r'id="row-(\w+)"', first)
-    older = re.search(r'id="older" rel="next" href="([^"]+)"', first)
-    assert older is not None
+    older = some(re.search(r'id="older" rel="next" href="([^"]+)"', first))
     rest = re.findall(r'id="row-(\w+)"', browser.page(unescape(older[1])))
     assert shown + rest == jobs[::-1]
     assert re.findall(r'id="row-(\w+)"', browser.page("/?label=row%3D1")) == jobs[1::2][::-1]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 
+from house.waiting import wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState
 from reshard.errors import JobError, ReshardError
@@ -42,13 +43,6 @@ class Service:
 
     def wait_for_units(self, name: str, count: int) -> None:
         wait_until(lambda: len(units_done(self.target(name))) >= count)
-
-
-def wait_until(ready: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module", params=["embedded", "celery"])

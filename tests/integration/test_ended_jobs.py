@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import func, select
 
 from house.database_time import let_pass
+from house.expected import raised, some
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import JobError, ReshardError, StorageError
 from reshard.models.jobs import ConvertRequest, ConvertResult, Progress
@@ -42,8 +43,9 @@ class Jobs:
         self.keys = IdempotencyKeys(database)
 
     def claimed(self, worker: str = "w", target: str = "/out", *, plan: str = "d") -> JobClaim:
-        claim = self.leases.claim(self.store.create(REQUEST.model_copy(update={"target": target})).id, worker=worker)
-        assert claim is not None
+        claim = some(
+            self.leases.claim(self.store.create(REQUEST.model_copy(update={"target": target})).id, worker=worker)
+        )
         assert self.leases.record_plan(claim, plan)
         return claim
 
@@ -55,8 +57,7 @@ class Jobs:
     def age(self, job_id: str, seconds: float) -> None:
         """Make a job, and everything about it, older."""
         with self.database.write() as session:
-            row = session.get(JobRow, job_id)
-            assert row is not None
+            row = some(session.get(JobRow, job_id))
             row.created_at -= seconds
             row.finished_at = None if row.finished_at is None else row.finished_at - seconds
             row.discard_at = None if row.discard_at is None else row.discard_at - seconds
@@ -66,9 +67,7 @@ class Jobs:
             return session.execute(select(func.count()).select_from(table)).scalar_one()
 
     def code_of_retry(self, job_id: str) -> str:
-        with pytest.raises(ReshardError) as caught:
-            self.store.retry(job_id)
-        return caught.value.code
+        return raised(ReshardError, self.store.retry, job_id).code
 
 
 @pytest.fixture
@@ -81,14 +80,12 @@ def jobs(database_url: str) -> Generator[Jobs]:
 def test_a_retried_job_has_all_its_attempts_again(jobs: Jobs) -> None:
     job_id = jobs.store.create(REQUEST, max_attempts=2).id
     for _ in range(2):
-        claim = jobs.leases.claim(job_id, worker="w")
-        assert claim is not None
+        claim = some(jobs.leases.claim(job_id, worker="w"))
         assert jobs.leases.retry(claim, WRONG, delay_s=0)
     assert jobs.store.get(job_id).state is JobState.FAILED
     assert jobs.store.retry(job_id).state is JobState.QUEUED
     for _ in range(2):
-        claim = jobs.leases.claim(job_id, worker="w")
-        assert claim is not None
+        claim = some(jobs.leases.claim(job_id, worker="w"))
         assert jobs.leases.retry(claim, WRONG, delay_s=0)
     assert jobs.store.get(job_id).state is JobState.FAILED
     states = [event.state.value for event in jobs.log.after(job_id, 0).events if event.kind == "state"]
@@ -97,8 +94,7 @@ def test_a_retried_job_has_all_its_attempts_again(jobs: Jobs) -> None:
 
 
 def test_a_job_that_failed_before_it_wrote_anything_has_nothing_to_discard(jobs: Jobs) -> None:
-    claim = jobs.leases.claim(jobs.store.create(REQUEST).id, worker="w")
-    assert claim is not None
+    claim = some(jobs.leases.claim(jobs.store.create(REQUEST).id, worker="w"))
     assert jobs.leases.fail(claim, WRONG)
     assert jobs.store.get(claim.job_id).leftovers_until is None
     assert jobs.store.get(jobs.failed()).leftovers_until is not None
@@ -120,8 +116,7 @@ def test_only_failed_jobs_are_retried(jobs: Jobs) -> None:
 def test_a_job_whose_files_are_being_removed_is_neither_retried_nor_its_target_written(jobs: Jobs) -> None:
     job_id = jobs.failed()
     jobs.store.cancel(job_id)
-    discard = jobs.discards.claim_next()
-    assert discard is not None
+    discard = some(jobs.discards.claim_next())
     assert (discard.job_id, discard.plans, discard.asked, discard.succeeded) == (job_id, ("d",), True, False)
     assert jobs.discards.claim_next() is None
     assert jobs.code_of_retry(job_id) == "job.not_finished"
@@ -147,16 +142,14 @@ def test_a_discard_waits_for_the_writer_of_its_target(jobs: Jobs) -> None:
 def test_a_discard_that_fails_is_tried_again_with_pauses(jobs: Jobs) -> None:
     job_id = jobs.failed()
     jobs.store.cancel(job_id)
-    discard = jobs.discards.claim_next()
-    assert discard is not None
+    discard = some(jobs.discards.claim_next())
     assert jobs.discards.failed(discard)
     assert jobs.discards.claim_next() is None
     assert jobs.discards.pending() == [job_id]
     assert jobs.discards.pending(due=True) == []
     jobs.age(job_id, 61.0)
     assert jobs.discards.pending(due=True) == [job_id]
-    again = jobs.discards.claim_next()
-    assert again is not None
+    again = some(jobs.discards.claim_next())
     let_pass(jobs.database, LEASE_S * 1.3)
     third = jobs.discards.claim_next()
     assert third is not None, "whoever had it died"
@@ -170,8 +163,7 @@ def test_old_records_are_forgotten_and_young_ones_kept(jobs: Jobs) -> None:
     hold = jobs.keys.begin("key", "body")
     assert isinstance(hold, Hold)
     old = jobs.store.create(REQUEST, labels={"a": "b"}, hold=hold).id
-    claim = jobs.leases.claim(old, worker="w")
-    assert claim is not None
+    claim = some(jobs.leases.claim(old, worker="w"))
     for done in (1, 2, 3):
         jobs.leases.heartbeat(claim, Progress(phase="running", bytes_done=done))
     assert jobs.leases.succeed(claim, RESULT, plan_digest="d")
@@ -190,8 +182,7 @@ def test_old_records_are_forgotten_and_young_ones_kept(jobs: Jobs) -> None:
     assert reaper.sweep().forgotten == 1
     assert (jobs.count(IdempotencyRow), jobs.count(JobRow)) == (0, 2)
     assert jobs.store.get(waiting).state is JobState.QUEUED
-    discard = jobs.discards.claim_next()
-    assert discard is not None
+    discard = some(jobs.discards.claim_next())
     assert jobs.discards.done(discard)
     assert reaper.sweep().forgotten == 1
 
@@ -213,17 +204,14 @@ def test_a_job_that_a_host_may_have_failed_is_tried_on_every_live_worker(jobs: J
         jobs.nodes.seen(name)
     leases = Leases(jobs.database, lease_s=30.0)
     job_id = jobs.store.create(REQUEST, max_attempts=1).id
-    first = leases.claim_next(worker="a")
-    assert first is not None
+    first = some(leases.claim_next(worker="a"))
     assert leases.hand_over(first, DENIED)
     assert jobs.store.get(job_id).state is JobState.QUEUED
     assert leases.claim_next(worker="a") is None, "it does not try again where it failed"
-    second = leases.claim_next(worker="b")
-    assert second is not None
+    second = some(leases.claim_next(worker="b"))
     assert not leases.hand_over(second, DENIED), "nobody is left"
     assert leases.fail(second, DENIED)
-    error = jobs.store.get(job_id).error
-    assert error is not None
+    error = some(jobs.store.get(job_id).error)
     assert error.code == "storage.denied"
     jobs.store.retry(job_id)
     assert leases.claim_next(worker="a") is not None, "a retry begins with everybody"
@@ -241,8 +229,7 @@ def test_a_job_does_not_wait_for_a_worker_that_has_gone(jobs: Jobs) -> None:
     assert reaper.sweep().failed == (), "no worker lives: they all restart"
     jobs.nodes.seen("a")
     assert reaper.sweep().failed == (claim.job_id,)
-    error = jobs.store.get(claim.job_id).error
-    assert error is not None
+    error = some(jobs.store.get(claim.job_id).error)
     assert error.code == "storage.denied"
 
 
@@ -259,8 +246,7 @@ def test_a_worker_that_refuses_several_jobs_doubts_its_host(jobs: Jobs) -> None:
         claim = refused(jobs, "bad", number)
         assert jobs.nodes.refused("bad", claim.job_id, DENIED, pause_s=10) is None
     claim = refused(jobs, "bad", 3)
-    found = jobs.nodes.refused("bad", claim.job_id, DENIED, pause_s=10)
-    assert found is not None
+    found = some(jobs.nodes.refused("bad", claim.job_id, DENIED, pause_s=10))
     assert (found.jobs, found.pause_s) == (3, 10)
     assert 9 < jobs.nodes.quarantine_left_s("bad") <= 10
     shown = {node.name: node for node in jobs.nodes.live()}
@@ -268,8 +254,7 @@ def test_a_worker_that_refuses_several_jobs_doubts_its_host(jobs: Jobs) -> None:
     assert shown["bad"].problem is not None
     assert shown["bad"].problem.code == "storage.denied"
     probe = refused(jobs, "bad", 4)
-    again = jobs.nodes.refused("bad", probe.job_id, DENIED, pause_s=10)
-    assert again is not None
+    again = some(jobs.nodes.refused("bad", probe.job_id, DENIED, pause_s=10))
     assert again.pause_s == 20, "pauses grow"
     jobs.nodes.good("bad")
     assert jobs.nodes.quarantine_left_s("bad") == 0
@@ -288,8 +273,7 @@ def test_jobs_that_fail_everywhere_bring_no_worker_into_quarantine(jobs: Jobs) -
                 name
             )  # as live workers do; on a busy machine six rounds take longer than a worker's absence
         claim = refused(jobs, "a", number)
-        second = jobs.leases.claim(claim.job_id, worker="b")
-        assert second is not None
+        second = some(jobs.leases.claim(claim.job_id, worker="b"))
         assert not jobs.leases.hand_over(second, DENIED)
         assert jobs.leases.fail(second, DENIED)
         assert jobs.nodes.refused("a", claim.job_id, DENIED, pause_s=10) is None

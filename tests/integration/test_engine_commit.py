@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Generator, Mapping, Sequence
@@ -16,8 +15,10 @@ from typing import Any
 import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
+from house.expected import raised
 from house.requests import asked
 from house.tiers import rest_full
+from house.waiting import at_once
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import ReshardError, StorageError
 from reshard.local import load_engine
@@ -118,11 +119,7 @@ def test_two_runs_to_one_local_target(big: Path, expected: dict[str, bytes], tmp
         except ReshardError as error:
             outcomes.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([run] * 4)
     results = [o for o in outcomes if isinstance(o, ConvertResult)]
     errors = [o.code for o in outcomes if isinstance(o, ReshardError)]
     assert sum(not r.already_done for r in results) == 1
@@ -186,9 +183,7 @@ def test_stopped_s3_run_resumes_or_is_discarded(
     def stopped() -> None:
         nonlocal asked
         asked = 0
-        with pytest.raises(ReshardError) as caught:
-            engine.convert(request, should_stop=stop)
-        assert caught.value.code == "job.cancelled"
+        assert raised(ReshardError, engine.convert, request, should_stop=stop).code == "job.cancelled"
         keys = s3.read_all(bucket, "out/global_step7_universal").keys()
         assert not any(k.endswith(("_states.pt", "optimizer_state.pt", "reshard.json")) for k in keys)
         assert "latest_universal" not in s3.read_all(bucket, "out")
@@ -259,19 +254,16 @@ def test_another_plan_gets_a_conflict_until_it_overwrites(s3: S3Server, bucket: 
     with pytest.raises(ReshardError):
         engine.convert(first, should_stop=iter([False, True, True]).__next__)
     other = _request(big, target, to=TargetFormat.SAFETENSORS, dtype=WeightDtype.BF16)
-    with pytest.raises(ReshardError) as caught:
-        engine.convert(other)
-    assert caught.value.code in {"request.target_busy", "request.target_exists"}
-    assert "--overwrite" in caught.value.fix
+    error = raised(ReshardError, engine.convert, other)
+    assert error.code in {"request.target_busy", "request.target_exists"}
+    assert "--overwrite" in error.fix
     uploads = s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads") or []
     assert len(uploads) == 1, "the stopped run left its upload for a resume"
     engine.convert(other.model_copy(update={"overwrite": True}))
     assert not s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads"), "and the next one removed it"
     assert set(s3.read_all(bucket, "")) == {"out/model/model.safetensors", "out/model/reshard.json"}
     assert engine.verify(target).ok
-    with pytest.raises(ReshardError) as caught:
-        engine.convert(first)
-    assert caught.value.code == "request.target_exists"
+    assert raised(ReshardError, engine.convert, first).code == "request.target_exists"
 
 
 def test_clean_leaves_what_has_written_lately_and_removes_what_nobody_goes_on_with(
@@ -323,10 +315,9 @@ def test_storage_errors_are_typed(s3: S3Server, bucket: str, big: Path, monkeypa
     engine = load_engine()
 
     def code(source: str, target: str) -> str:
-        with pytest.raises(ReshardError) as caught:
-            engine.convert(_request(source, target))
-        assert caught.value.fix
-        return caught.value.code
+        error = raised(ReshardError, engine.convert, _request(source, target))
+        assert error.fix
+        return error.code
 
     good = f"s3://{bucket}/out"
     assert code("s3://no-such-bucket-here/x", good) == "storage.no_bucket"
@@ -360,9 +351,8 @@ def test_profiles_name_credentials(
     request = _request(big, f"s3://{bucket}/out", to=TargetFormat.SAFETENSORS, target_profile="here")
     load_engine().convert(request)
     assert load_engine().verify(request.target, profile="here").ok
-    with pytest.raises(ReshardError) as caught:
-        load_engine().convert(request.model_copy(update={"target_profile": "elsewhere"}))
-    assert caught.value.code == "request.unknown_profile"
+    error = raised(ReshardError, load_engine().convert, request.model_copy(update={"target_profile": "elsewhere"}))
+    assert error.code == "request.unknown_profile"
     for name, value in env.items():
         monkeypatch.setenv(name, value)
 
@@ -383,13 +373,11 @@ def test_the_store_refuses_other_bytes_than_were_meant(bucket: str) -> None:
     """Damaged between checksum and wire: a real store compares, and keeps nothing."""
     store, data = S3Store(S3Profile()), b"x" * PART_BYTES
     wrong = zlib.crc32(data) ^ 1
-    with pytest.raises(StorageError) as caught:
-        store.put(f"{bucket}/small", data[:100], metadata={}, if_absent=True, crc32=wrong)
-    assert caught.value.code == "storage.unavailable"
+    error = raised(StorageError, store.put, f"{bucket}/small", data[:100], metadata={}, if_absent=True, crc32=wrong)
+    assert error.code == "storage.unavailable"
     upload = store.create_multipart(f"{bucket}/large", metadata={})
-    with pytest.raises(StorageError) as caught:
-        store.put_part(f"{bucket}/large", upload, 1, memoryview(data), crc32=wrong)
-    assert caught.value.code == "storage.unavailable"
+    error = raised(StorageError, store.put_part, f"{bucket}/large", upload, 1, memoryview(data), crc32=wrong)
+    assert error.code == "storage.unavailable"
     assert store.stat(f"{bucket}/small") is None
     assert not store.list_parts(f"{bucket}/large", upload)
     part = store.put_part(f"{bucket}/large", upload, 1, memoryview(data), crc32=zlib.crc32(data))

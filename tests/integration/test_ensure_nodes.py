@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from checkpoints import write_zero_checkpoint
 
 import reshard
 from house.saves import LAUNCHERS
+from house.waiting import wait_until
 from reshard.local import load_engine
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.s3 import S3Server
@@ -113,13 +114,6 @@ def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
     return found["outcome"], found["path"]
 
 
-def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file but records, and manifests, which hold times."""
     files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
@@ -168,9 +162,9 @@ def test_one_process_of_each_node_converts(launch: Launch, expected: dict[str, b
 def test_a_killed_process_costs_nothing(killed: str, launch: Launch, expected: dict[str, bytes], save: Path) -> None:
     # Whoever is killed still has work to do then, however slow this machine is.
     first = launch.start(0, 60.0 if killed == "owner" else 0.05)
-    until(lambda: launch.begun() == {"0"})
+    wait_until(lambda: launch.begun() == {"0"})
     others = {rank: launch.start(rank, 60.0 if killed == "helper" and rank == 2 else 0.05) for rank in (1, 2)}
-    until(lambda: launch.begun() == {"0", "2"})
+    wait_until(lambda: launch.begun() == {"0", "2"})
     time.sleep(0.3)
     victim = first if killed == "owner" else others[2]
     assert victim.poll() is None
@@ -187,7 +181,7 @@ def test_a_killed_process_costs_nothing(killed: str, launch: Launch, expected: d
 def test_every_rank_tells_why_the_conversion_failed(launch: Launch, save: Path) -> None:
     largest = max(save.rglob("*optim_states.pt"), key=lambda p: p.stat().st_size)
     processes = [launch.start(rank, 1.5) for rank in (0, 2, 3)]
-    until(lambda: len(launch.begun()) == 2 and len({t["rank"] for t in launch.told() if "waits" in t}) == 3)
+    wait_until(lambda: len(launch.begun()) == 2 and len({t["rank"] for t in launch.told() if "waits" in t}) == 3)
     time.sleep(0.5)
     # The source changes under those that read it, and all have seen it as it was.
     os.utime(largest, (1, 1))
@@ -207,7 +201,7 @@ def test_nodes_share_a_target_in_an_object_store(
     words = (f"s3://{bucket}/run", "--out", f"s3://{bucket}/out", "--workers", "nodes")
     stored = Launch(tmp_path, words, {**s3.env(), "TEST_LATE_S": "3"})
     ranks = [stored.start(rank, 0.02) for rank in range(4)]
-    until(lambda: stored.begun() >= {"0", "2"})
+    wait_until(lambda: stored.begun() >= {"0", "2"})
     # The other process of its node goes on where the first one stopped.
     ranks[0].kill()
     ranks[0].communicate()

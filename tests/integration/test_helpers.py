@@ -8,6 +8,8 @@ from collections.abc import Generator
 import pytest
 
 from house.database_time import let_pass
+from house.expected import some
+from house.waiting import at_once
 from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest, ConvertResult, Progress, WorkShare
 from reshard.options import SourceSpec
@@ -46,9 +48,7 @@ class Jobs:
 
     def claimed(self, target: str = "/out", *, max_workers: int = 0, priority: int = 0) -> JobClaim:
         job = self.store.create(request(target), max_workers=max_workers, priority=priority)
-        claim = self.leases.claim(job.id, worker="owner")
-        assert claim is not None
-        return claim
+        return some(self.leases.claim(job.id, worker="owner"))
 
     def open(self, target: str = "/out", *, max_workers: int = 0, priority: int = 0) -> JobClaim:
         """A running job that takes helpers."""
@@ -57,9 +57,7 @@ class Jobs:
         return claim
 
     def join(self, worker: str = "helper") -> HelperClaim:
-        claim = self.helpers.join_next(worker=worker)
-        assert claim is not None
-        return claim
+        return some(self.helpers.join_next(worker=worker))
 
 
 @pytest.fixture
@@ -101,11 +99,7 @@ def test_no_more_than_the_allowed_workers_join_at_once(jobs: Jobs) -> None:
         start.wait()
         found.append(jobs.helpers.join_next(worker="w"))
 
-    threads = [threading.Thread(target=join) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([join] * 8)
     places = [place for place in found if place is not None]
     assert len(found) == 8
     assert len(places) == MAX_WORKERS - 1
@@ -117,11 +111,9 @@ def test_no_more_than_the_allowed_workers_join_at_once(jobs: Jobs) -> None:
 
 def test_jobs_begin_and_get_help_by_priority_then_evenly(jobs: Jobs) -> None:
     low, high = jobs.store.create(request("/a")), jobs.store.create(request("/b"), priority=5)
-    first = jobs.leases.claim_next(worker="w")
-    assert first is not None
+    first = some(jobs.leases.claim_next(worker="w"))
     assert first.job_id == high.id
-    second = jobs.leases.claim_next(worker="w")
-    assert second is not None
+    second = some(jobs.leases.claim_next(worker="w"))
     assert second.job_id == low.id
     third = jobs.claimed("/c")
     for claim in (first, second, third):
@@ -151,8 +143,7 @@ def test_helpers_stay_between_two_attempts(jobs: Jobs) -> None:
     place = jobs.join()
     assert jobs.leases.release(claim)
     assert jobs.helpers.heartbeat(place)
-    again = jobs.leases.claim_next(worker="next")
-    assert again is not None
+    again = some(jobs.leases.claim_next(worker="next"))
     assert again.attempt == 2
     assert jobs.helpers.heartbeat(place)
     assert not jobs.helpers.wanted(), "the new engine has not said that it takes helpers"

@@ -15,6 +15,7 @@ import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from house.database_time import let_pass
+from house.expected import some
 from house.requests import asked
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import JobError, ReshardError, from_problem
@@ -262,8 +263,7 @@ def test_a_worker_in_quarantine_frees_the_store_that_it_found_full(
 def test_what_an_attempt_before_met_is_not_why_the_last_one_was_lost(place: Place, sources: tuple[Path, Path]) -> None:
     """A worker found its store full, and others were lost after it: what they wrote is kept, and no disk is blamed."""
     job = place.submit(sources[0])
-    claim = place.leases.claim(job.id, worker="one")
-    assert claim is not None
+    claim = some(place.leases.claim(job.id, worker="one"))
     assert place.leases.record_plan(claim, "a plan")
     assert place.leases.retry(claim, from_problem({"code": "storage.no_space", "detail": "full"}), delay_s=0.0)
     reaper = Reaper(place.database, lease_s=2.0, retention=Retention(keep_failed_s=KEEP_S))
@@ -272,8 +272,7 @@ def test_what_an_attempt_before_met_is_not_why_the_last_one_was_lost(place: Plac
         let_pass(place.database, 2.2)
         swept = reaper.sweep()
     assert swept.failed == (job.id,)
-    error = place.store.get(job.id).error
-    assert error is not None
+    error = some(place.store.get(job.id).error)
     assert error.details["last_error"]["code"] == "job.lost"
     assert place.discards.pending(due=True) == []
 
@@ -291,8 +290,7 @@ def test_another_source_takes_the_target_of_a_failed_job_over(place: Place, sour
     place.is_right(sources[1])
     place.store.retry(job.id)
     assert place.worker.run_next() is Outcome.FAILED
-    error = place.store.get(job.id).error
-    assert error is not None
+    error = some(place.store.get(job.id).error)
     assert error.code == "request.target_exists"
     place.is_right(sources[1])
 
@@ -308,8 +306,7 @@ def test_the_same_request_again_owns_the_files_of_the_failed_one(place: Place, s
     place.heal()
     place.store.retry(second.id)
     assert place.worker.run_next() is Outcome.SUCCEEDED
-    result = place.store.get(second.id).result
-    assert result is not None
+    result = some(place.store.get(second.id).result)
     assert result.resumed_bytes > 0
 
 
@@ -360,8 +357,7 @@ def test_a_conversion_that_went_on_outside_the_service_is_not_torn_down(
 
 def test_a_cancel_that_no_worker_could_clean_up_is_cleaned_up_later(place: Place, sources: tuple[Path, Path]) -> None:
     job = place.submit(sources[0])
-    claim = place.leases.claim(job.id, worker="lost")
-    assert claim is not None
+    claim = some(place.leases.claim(job.id, worker="lost"))
     digest = load_engine().plan(claim.request).digest
     assert place.leases.record_plan(claim, digest)
     stopped: list[int] = []
@@ -388,8 +384,7 @@ def test_a_record_that_came_after_the_end_is_removed(
     """A worker that was lost wakes up after its job SUCCEEDED elsewhere, and dies after one more write."""
     place.heal()
     job = place.submit(sources[0])
-    lost = place.leases.claim(job.id, worker="lost")
-    assert lost is not None
+    lost = some(place.leases.claim(job.id, worker="lost"))
     digest = load_engine().plan(lost.request).digest
     assert place.leases.record_plan(lost, digest)
     let_pass(place.database, 2.2)

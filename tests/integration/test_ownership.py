@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from house.database_time import let_pass
+from house.expected import some
+from house.waiting import at_once
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import ExitCode, JobError, RequestError, StorageError
 from reshard.models.jobs import ConvertRequest, ConvertResult, Progress
@@ -40,9 +43,7 @@ class Jobs:
         self.keys = IdempotencyKeys(database)
 
     def claimed(self, *, max_attempts: int = 3) -> JobClaim:
-        claim = self.leases.claim(self.store.create(REQUEST, max_attempts=max_attempts).id, worker="w")
-        assert claim is not None
-        return claim
+        return some(self.leases.claim(self.store.create(REQUEST, max_attempts=max_attempts).id, worker="w"))
 
     def lapse(self, leases: float = 1.5) -> Sweep:
         """Let time pass while the reaper sweeps; what its last sweep did."""
@@ -75,11 +76,7 @@ def test_one_of_many_claims_wins(jobs: Jobs) -> None:
         start.wait()
         won.append(jobs.leases.claim(job_id, worker="w"))
 
-    threads = [threading.Thread(target=claim) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([claim] * 8)
     claims = [found for found in won if found]
     assert len(won) == 8
     assert len(claims) == 1
@@ -117,8 +114,7 @@ def test_a_zombie_is_fenced_and_its_successor_is_not(jobs: Jobs) -> None:
     zombie = jobs.claimed()
     assert jobs.leases.claim(zombie.job_id, worker="w2") is None
     assert jobs.lapse().requeued == (zombie.job_id,)
-    heir = jobs.leases.claim(zombie.job_id, worker="w2")
-    assert heir is not None
+    heir = some(jobs.leases.claim(zombie.job_id, worker="w2"))
     assert heir.attempt == 2
     assert not jobs.leases.heartbeat(zombie).held
     assert not jobs.leases.heartbeat(zombie, Progress(phase="running")).held
@@ -161,8 +157,7 @@ def test_reaper_requeues_until_attempts_are_exhausted(jobs: Jobs) -> None:
     assert sweep.requeued == (claim.job_id,)
     assert sweep.work_waits
     assert not jobs.leases.heartbeat(claim).held
-    again = jobs.leases.claim_next(worker="w")
-    assert again is not None
+    again = some(jobs.leases.claim_next(worker="w"))
     assert again.attempt == 2
     assert jobs.leases.claim(claim.job_id, worker="w") is None
     assert jobs.lapse().failed == (claim.job_id,)
@@ -184,8 +179,7 @@ def test_a_passing_failure_is_retried_later(jobs: Jobs) -> None:
     assert not jobs.reaper.sweep().work_waits
     let_pass(jobs.database, 31)
     assert jobs.reaper.sweep().work_waits
-    again = jobs.leases.claim_next(worker="w")
-    assert again is not None
+    again = some(jobs.leases.claim_next(worker="w"))
     assert jobs.leases.retry(again, problem, delay_s=0)
     failed = jobs.store.get(claim.job_id)
     assert failed.state is JobState.FAILED
@@ -198,8 +192,7 @@ def test_a_graceful_stop_costs_no_attempt(jobs: Jobs) -> None:
     for _ in range(3):
         assert jobs.leases.release(claim)
         assert jobs.reaper.sweep().work_waits
-        found = jobs.leases.claim(claim.job_id, worker="w")
-        assert found is not None
+        found = some(jobs.leases.claim(claim.job_id, worker="w"))
         claim = found
     assert jobs.leases.succeed(claim, RESULT, plan_digest="d")
 
@@ -227,11 +220,7 @@ def test_nobody_leaves_empty_handed_while_there_is_work(jobs: Jobs) -> None:
         start.wait()
         won.append(leases.claim_next(worker="w"))
 
-    threads = [threading.Thread(target=claim) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([claim] * count)
     assert {found.job_id for found in won if found} == ids
 
 
@@ -276,8 +265,7 @@ def test_a_cancel_whose_owner_died_is_cleaned_up_by_another(jobs: Jobs) -> None:
     jobs.store.cancel(claim.job_id)
     assert jobs.leases.claim(claim.job_id, worker="w2") is None
     assert jobs.lapse().work_waits
-    cleaner = jobs.leases.claim_next(worker="w2")
-    assert cleaner is not None
+    cleaner = some(jobs.leases.claim_next(worker="w2"))
     assert cleaner.cleanup
     assert not jobs.leases.cancelled(claim)
     assert jobs.leases.cancelled(cleaner)
@@ -297,8 +285,7 @@ def test_cancel_between_attempts_leaves_a_clean_up(jobs: Jobs) -> None:
     claim = jobs.claimed()
     assert jobs.leases.retry(claim, LOST, delay_s=0)
     assert jobs.store.cancel(claim.job_id).state is JobState.CANCELLING
-    cleaner = jobs.leases.claim_next(worker="w")
-    assert cleaner is not None
+    cleaner = some(jobs.leases.claim_next(worker="w"))
     assert cleaner.cleanup
 
 
@@ -313,22 +300,16 @@ def test_one_writer_per_target(jobs: Jobs) -> None:
         if found := jobs.leases.claim(job_id, worker="w"):
             won.append(found)
 
-    threads = [threading.Thread(target=claim, args=[job_id]) for job_id in ids]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(partial(claim, job_id) for job_id in ids)
     assert len(won) == 1
-    other = jobs.leases.claim_next(worker="w")
-    assert other is not None
+    other = some(jobs.leases.claim_next(worker="w"))
     assert other.job_id == elsewhere
     assert jobs.leases.claim_next(worker="w") is None
     assert not jobs.reaper.sweep().work_waits
     assert jobs.leases.succeed(won[0], RESULT, plan_digest="d")
     waiting = set(ids) - {won[0].job_id}
     assert jobs.reaper.sweep().work_waits
-    following = jobs.leases.claim_next(worker="w")
-    assert following is not None
+    following = some(jobs.leases.claim_next(worker="w"))
     assert following.job_id in waiting
 
 
@@ -356,8 +337,7 @@ def test_a_clean_up_waits_for_another_writer(jobs: Jobs) -> None:
     assert jobs.leases.claim(first.job_id, worker="w") is None
     assert jobs.leases.heartbeat(second).held
     assert jobs.leases.succeed(second, RESULT, plan_digest="d")
-    cleaner = jobs.leases.claim(first.job_id, worker="w")
-    assert cleaner is not None
+    cleaner = some(jobs.leases.claim(first.job_id, worker="w"))
     assert cleaner.cleanup
 
 
@@ -377,11 +357,7 @@ def test_many_posts_with_one_key_make_one_job(jobs: Jobs) -> None:
         except RequestError as error:
             outcomes.append(error.code)
 
-    threads = [threading.Thread(target=post) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([post] * 16)
     ids = {outcome for outcome in outcomes if outcome.startswith("job_")}
     assert len(outcomes) == 16
     assert len(ids) == 1

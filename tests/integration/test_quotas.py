@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import httpx
 import pytest
 from sqlalchemy import text
 
+from house.expected import raised, some
 from house.requests import asked
+from house.waiting import at_once
 from reshard.errors import RequestError
 from reshard.models.access import NewTenant, TenantSettings
 from reshard.models.jobs import Job, Progress
@@ -79,11 +82,7 @@ def test_waiting_jobs_are_limited_and_the_limit_holds_at_once(jobs: Jobs) -> Non
         except RequestError as error:
             refused.append(error)
 
-    threads = [threading.Thread(target=submit) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([submit] * 8)
     assert len(store.list().jobs) == 3
     assert {error.code for error in refused} == {"request.quota_jobs"}
     assert refused[0].details == {"waiting": 3, "quota": 3, "retry_after_s": 10}
@@ -96,14 +95,11 @@ def test_waiting_jobs_are_limited_and_the_limit_holds_at_once(jobs: Jobs) -> Non
 def test_bytes_of_a_day_are_limited_and_the_window_moves(jobs: Jobs) -> None:
     store = jobs.tenant("a", bytes_per_day=1000)
     first = jobs.job(store, planned_bytes=600)
-    with pytest.raises(RequestError) as caught:
-        jobs.job(store, planned_bytes=500)
-    assert caught.value.code == "request.quota_bytes"
-    assert caught.value.details["used"] == 600
-    assert 86_390 < caught.value.details["retry_after_s"] <= 86_400
-    with pytest.raises(RequestError) as caught:
-        jobs.job(store, planned_bytes=1001)
-    assert "retry_after_s" not in caught.value.details
+    error = raised(RequestError, jobs.job, store, planned_bytes=500)
+    assert error.code == "request.quota_bytes"
+    assert error.details["used"] == 600
+    assert 86_390 < error.details["retry_after_s"] <= 86_400
+    assert "retry_after_s" not in raised(RequestError, jobs.job, store, planned_bytes=1001).details
     jobs.job(store, planned_bytes=400)
     with jobs.database.write() as session:
         session.execute(text("UPDATE jobs SET created_at = created_at - 86401 WHERE planned_bytes = 600"))
@@ -124,9 +120,8 @@ def test_bytes_that_nobody_planned_at_submission_are_judged_from_the_workers_pla
     claims = {claim.job_id: claim for _ in range(4) if (claim := jobs.claim()) is not None}
     assert jobs.leases.record_plan(claims[small.id], "p", 400)
     assert store.get(small.id).checked
-    with pytest.raises(RequestError) as caught:
-        jobs.leases.record_plan(claims[large.id], "q", 401)
-    assert (caught.value.code, caught.value.details["used"]) == ("request.quota_bytes", 1000)
+    error = raised(RequestError, jobs.leases.record_plan, claims[large.id], "q", 401)
+    assert (error.code, error.details["used"]) == ("request.quota_bytes", 1000)
     assert jobs.leases.plans_of(large.id) == (), "nothing is recorded, and so nothing may be written"
     # The plan of a job's next attempt is not counted twice.
     assert jobs.leases.record_plan(claims[small.id], "p2", 400)
@@ -163,11 +158,7 @@ def test_running_jobs_above_the_quota_wait_also_for_many_workers_at_once(jobs: J
         if claim := jobs.leases.claim(job_id, worker=job_id):
             claims.append(claim)
 
-    threads = [threading.Thread(target=work, args=(job_id,)) for job_id in waiting]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(partial(work, job_id) for job_id in waiting)
     assert len(claims) == 2
     assert not jobs.leases.work_waits()
     assert jobs.leases.release(claims[0])
@@ -180,13 +171,11 @@ def test_workers_are_limited_helpers_included(jobs: Jobs) -> None:
     store = jobs.tenant("a", max_workers=3)
     jobs.job(store)
     jobs.job(store)
-    claim = jobs.claim()
-    assert claim is not None
+    claim = some(jobs.claim())
     progress = Progress(phase="running", takes_workers=True)
     assert jobs.leases.heartbeat(claim, progress).held
     assert jobs.claim() is not None
-    helper = jobs.helpers.join_next(worker="h1")
-    assert helper is not None
+    helper = some(jobs.helpers.join_next(worker="h1"))
     assert jobs.helpers.join_next(worker="h2") is None
     assert not jobs.helpers.wanted()
     jobs.helpers.leave(helper)
@@ -227,12 +216,10 @@ def test_helpers_go_to_the_tenant_with_the_fewest_workers(jobs: Jobs) -> None:
     for store in (a, a, b):
         jobs.job(store)
     for _ in range(3):
-        claim = jobs.claim()
-        assert claim is not None
+        claim = some(jobs.claim())
         jobs.leases.heartbeat(claim, Progress(phase="running", takes_workers=True))
         claims.append(claim)
-    first = jobs.helpers.join_next(worker="h")
-    assert first is not None
+    first = some(jobs.helpers.join_next(worker="h"))
     assert first.job_id == b.list().jobs[0].id
 
 
@@ -243,11 +230,9 @@ def test_a_worker_judges_by_the_tenants_roots_of_now(jobs: Jobs, tmp_path: Path)
     body = {"source": {"url": f"{read}/in"}, "target": f"{write}/out", "to": "universal"}
     store.create(asked(**body))
     jobs.tenants.set("a", TenantSettings(read_roots=(str(tmp_path / "other"),)), by=OPERATOR)
-    claim = jobs.claim()
-    assert claim is not None
-    with pytest.raises(RequestError) as caught:
-        engine_command("convert", claim.request, WorkerSettings(), limits=claim.limits)
-    assert caught.value.code == "request.root_forbidden"
+    claim = some(jobs.claim())
+    error = raised(RequestError, engine_command, "convert", claim.request, WorkerSettings(), limits=claim.limits)
+    assert error.code == "request.root_forbidden"
     jobs.tenants.set("a", TenantSettings(**settings), by=OPERATOR)
     limits = jobs.tenants.limits("a")
     command = engine_command("convert", claim.request, WorkerSettings(), limits=limits)
@@ -263,9 +248,7 @@ def test_a_worker_judges_by_the_tenants_roots_of_now(jobs: Jobs, tmp_path: Path)
 def test_a_tenant_is_removed_with_its_records_when_no_worker_needs_them(jobs: Jobs) -> None:
     store = jobs.tenant("a")
     job = jobs.job(store, labels={"x": "y"})
-    with pytest.raises(RequestError) as caught:
-        jobs.tenants.remove("a", by=OPERATOR)
-    assert caught.value.code == "request.tenant_busy"
+    assert raised(RequestError, jobs.tenants.remove, "a", by=OPERATOR).code == "request.tenant_busy"
     store.cancel(job.id)
     jobs.tenants.remove("a", by=OPERATOR)
     with jobs.database.read() as session:

@@ -11,6 +11,7 @@ import botocore.exceptions
 import pytest
 from checkpoints import write_zero_checkpoint
 
+from house.expected import raised
 from house.requests import asked
 from reshard.choices import ServerCopyPolicy, TargetFormat
 from reshard.errors import JobError, ReshardError, SourceError
@@ -104,9 +105,7 @@ def test_source_that_changed_since_it_was_planned_is_not_copied(s3: S3Server, bu
     data = bytearray((save / name).read_bytes())
     data[len(data) // 2] ^= 1
     s3.client().put_object(Bucket=bucket, Key=f"run/{name}", Body=bytes(data))
-    with pytest.raises(SourceError) as caught:
-        conversion.run(on_progress=None, should_stop=None)
-    assert caught.value.code == "source.changed"
+    assert raised(SourceError, conversion.run, on_progress=None, should_stop=None).code == "source.changed"
     assert "tag/reshard.json" not in s3.read_all(bucket, "t")
 
 
@@ -152,9 +151,7 @@ def test_refusal_is_no_error(code: str, status: int) -> None:
     ],
 )
 def test_failures_are_typed(code: str, status: int, typed: str) -> None:
-    with pytest.raises(ReshardError) as caught:
-        _copy(_answering(code, status))
-    assert caught.value.code == typed
+    assert raised(ReshardError, _copy, _answering(code, status)).code == typed
 
 
 def test_only_one_service_under_one_profile_is_within_reach() -> None:

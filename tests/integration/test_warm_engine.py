@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from house.waiting import wait_until
 from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
@@ -84,13 +84,6 @@ def place(tmp_path: Path) -> Generator[Workplace]:
     made = Workplace(tmp_path, SCRIPTED)
     yield made
     made.close()
-
-
-def wait_until(ready: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def test_each_job_has_a_process_of_its_own(place: Workplace) -> None:

@@ -12,7 +12,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from fastapi.testclient import TestClient
 from sqlalchemy import text
 from standardwebhooks import Webhook as Verifier, WebhookVerificationError
 
+from house.expected import raised, some
+from house.waiting import at_once, wait_until
 from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import RequestError, SourceError
 from reshard.models.access import DeliveryState
@@ -51,13 +53,6 @@ from servers.stack import Stack, client_of
 LOCAL = {"RESHARD_WEBHOOK_NETWORKS": "127.0.0.0/8", "RESHARD_WEBHOOK_HTTP": "true"}
 ALLOWED = ServiceSettings(webhook_networks=(ipaddress.ip_network("127.0.0.0/8"),), webhook_http=True)
 LONG = 60.0
-
-
-def wait_until(ready: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 class Receiver:
@@ -111,8 +106,7 @@ class Hooked:
         return self.store.create(request, **more).id
 
     def failed_job(self) -> str:
-        claim = self.leases.claim(self.job(f"out{time.monotonic_ns()}"), worker="w")
-        assert claim is not None
+        claim = some(self.leases.claim(self.job(f"out{time.monotonic_ns()}"), worker="w"))
         assert self.leases.fail(claim, SourceError("checkpoint.incomplete", "rank 1 of /secret is missing"))
         return claim.job_id
 
@@ -120,9 +114,7 @@ class Hooked:
         return [(found.job_id, found.event) for found in reversed(self.outbox.list(hook))]
 
     def claim(self) -> DeliveryClaim:
-        claim = self.outbox.claim_next()
-        assert claim is not None
-        return claim
+        return some(self.outbox.claim_next())
 
     def run(self, *statements: str) -> None:
         with self.database.write() as session:
@@ -154,12 +146,10 @@ def test_each_end_of_a_job_is_told_to_who_wants_it(hooked: Hooked) -> None:
     cancelled = hooked.job("cancelled")
     hooked.store.cancel(cancelled)
     hooked.store.retry(failed)
-    claim = hooked.leases.claim(failed, worker="w")
-    assert claim is not None
+    claim = some(hooked.leases.claim(failed, worker="w"))
     assert hooked.leases.succeed(claim, claim.request, plan_digest="d")
     # The reaper ends jobs, too.
-    lost = hooked.leases.claim(hooked.job("lost", max_attempts=1), worker="w")
-    assert lost is not None
+    lost = some(hooked.leases.claim(hooked.job("lost", max_attempts=1), worker="w"))
     hooked.run(f"UPDATE jobs SET lease_until = 1 WHERE id = '{lost.job_id}'")
     Reaper(hooked.database, lease_s=LONG).sweep()
     Reaper(hooked.database, lease_s=LONG).sweep()
@@ -194,8 +184,7 @@ def test_the_payload_is_small_and_says_no_texts(hooked: Hooked) -> None:
 
 def test_an_event_is_written_with_the_change_or_not_at_all(hooked: Hooked) -> None:
     hook = hooked.hook()
-    claim = hooked.leases.claim(hooked.job(), worker="w")
-    assert claim is not None
+    claim = some(hooked.leases.claim(hooked.job(), worker="w"))
     lost = type(claim)(**{n: getattr(claim, n) for n in claim.__slots__} | {"owner": "another"})
     assert not hooked.leases.succeed(lost, claim.request, plan_digest="d")
     assert hooked.events(hook) == []
@@ -227,11 +216,7 @@ def test_no_two_processes_send_one_delivery(hooked: Hooked) -> None:
             with lock:
                 found.append(claim)
 
-    threads = [threading.Thread(target=send) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([send] * 6)
     assert len({claim.id for claim in found}) == len(found) == 4
     # The sender was killed: its lease ends, and another one sends the same.
     hooked.run("UPDATE webhook_deliveries SET lease_until = 1")
@@ -321,9 +306,7 @@ def test_ended_deliveries_are_forgotten(hooked: Hooked) -> None:
 def test_endpoints_are_limited(hooked: Hooked) -> None:
     for _ in range(MOST_WEBHOOKS):
         hooked.hook()
-    with pytest.raises(RequestError) as caught:
-        hooked.hook()
-    assert caught.value.code == "request.above_maximum"
+    assert raised(RequestError, hooked.hook).code == "request.above_maximum"
 
 
 OUTCOMES = {

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from house.promises import command
 from house.requests import asked
 from house.saves import DATA
+from house.waiting import at_once
 from reshard.choices import TargetFormat
 from reshard.errors import ExitCode, RequestError
 from reshard.options import SourceSpec
@@ -89,11 +91,7 @@ def test_of_two_that_begin_at_once_one_goes_on(tmp_path: Path) -> None:
             except RequestError as error:
                 ends.append(error.code)
 
-        threads = [threading.Thread(target=run, args=(c,)) for c in both]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        at_once(partial(run, c) for c in both)
         assert "done" in ends
         assert set(ends) <= {"done", "request.target_busy", "request.target_exists"}
         left = [name for name in os.listdir(tmp_path) if name.startswith(f".{turn}.")]

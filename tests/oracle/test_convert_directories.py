@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from house.expected import raised
 from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert, read_safetensors, read_universal
@@ -51,19 +52,17 @@ def test_a_tag_wins_over_latest(trained: TrainedFactory, tmp_path: Path) -> None
     nested(three, save, "global_step10")
     assert masters(save, tmp_path / "latest") == three.truth.kind("fp32")
     assert masters(save, tmp_path / "tagged", tag="global_step2") == two.truth.kind("fp32")
-    with pytest.raises(SourceError) as caught:
-        convert(save, tmp_path / "none", "safetensors", tag="global_step3")
-    assert caught.value.code == "source.not_found"
-    assert "global_step" in caught.value.fix
+    error = raised(SourceError, convert, save, tmp_path / "none", "safetensors", tag="global_step3")
+    assert error.code == "source.not_found"
+    assert "global_step" in error.fix
 
 
 def test_latest_that_names_nothing(run: Trained, tmp_path: Path) -> None:
     save = nested(run, tmp_path / "save", "global_step3")
     (save / "latest").write_text("global_step9")
-    with pytest.raises(SourceError) as caught:
-        convert(save, tmp_path / "out", "safetensors")
-    assert caught.value.code == "checkpoint.bad_latest"
-    assert "--tag global_step3" in caught.value.fix
+    error = raised(SourceError, convert, save, tmp_path / "out", "safetensors")
+    assert error.code == "checkpoint.bad_latest"
+    assert "--tag global_step3" in error.fix
 
 
 def test_a_hugging_face_trainer_checkpoint_resumes(run: Trained, oracle: Oracle, tmp_path: Path) -> None:
@@ -84,10 +83,9 @@ def test_a_hugging_face_trainer_checkpoint_resumes(run: Trained, oracle: Oracle,
 
 def test_a_trainer_output_folder_is_not_a_checkpoint(run: Trained, tmp_path: Path) -> None:
     nested(run, tmp_path / "output" / "checkpoint-3", "global_step3")
-    with pytest.raises(SourceError) as caught:
-        convert(tmp_path / "output", tmp_path / "out", "safetensors")
-    assert caught.value.code == "source.unknown_kind"
-    assert "checkpoint-3" in str(caught.value)
+    error = raised(SourceError, convert, tmp_path / "output", tmp_path / "out", "safetensors")
+    assert error.code == "source.unknown_kind"
+    assert "checkpoint-3" in str(error)
 
 
 def test_an_accelerate_folder(run: Trained, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import pytest
 
+from house.expected import raised
 from house.tiers import rest_full
 from oracle.conversions import Converted, expected_atoms, expected_steps, universal_problems
 from oracle.driver import Oracle, Trained
@@ -181,19 +182,16 @@ def test_a_checkpoint_of_0_5_3_resumes_today(name: str, oracle: Oracle, reshaped
 @pytest.mark.parametrize(("transform", "name"), pairs(TOO_OLD))
 def test_too_old_is_refused(transform: str, name: str, reshaped: Reshape, tmp_path: Path) -> None:
     run = reshaped(name, transform)
-    with pytest.raises(SourceError) as caught:
-        convert(run.dir, tmp_path / "out", "safetensors")
-    assert caught.value.code == "source.unsupported_version"
-    assert caught.value.fix
+    error = raised(SourceError, convert, run.dir, tmp_path / "out", "safetensors")
+    assert error.code == "source.unsupported_version"
+    assert error.fix
     assert not (tmp_path / "out").exists()
 
 
 def test_groups_that_their_sizes_do_not_tell_apart_are_refused(reshaped: Reshape, tmp_path: Path) -> None:
     # BF16_Optimizer keeps its padding, so that sizes say nothing; it is younger than the one mapping anyhow.
     run = reshaped("bf16opt_two_groups", "before_0_5_4_one_mapping_of_shapes")
-    with pytest.raises(SourceError) as caught:
-        convert(run.dir, tmp_path / "out", "universal")
-    assert caught.value.code == "source.unsupported_version"
+    assert raised(SourceError, convert, run.dir, tmp_path / "out", "universal").code == "source.unsupported_version"
 
 
 def test_inspection_says_what_an_old_file_is(reshaped: Reshape) -> None:

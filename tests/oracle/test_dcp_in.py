@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from house.expected import raised
 from house.tiers import rest_full
 from oracle.dcp_cases import GRAMMARS, HUGGING_FACE, LOST, RUNS, VARIANTS, FsdpRun
 from oracle.dcp_driver import Framework
@@ -58,10 +59,9 @@ def test_numbers_that_could_be_several_parameters_are_refused(
     name: str, order: dict[str, str], saved: SavedFactory, tmp_path: Path
 ) -> None:
     source = saved(name)
-    with pytest.raises(SourceError) as refused:
-        dcp_convert(source.path("raw"), tmp_path / "universal", "universal", **order)
-    assert refused.value.code == "checkpoint.ambiguous"
-    assert "--param-order FILE" in refused.value.fix
+    error = raised(SourceError, dcp_convert, source.path("raw"), tmp_path / "universal", "universal", **order)
+    assert error.code == "checkpoint.ambiguous"
+    assert "--param-order FILE" in error.fix
     dcp_convert(source.path("raw"), tmp_path / "weights", "safetensors", **order)
     assert weights_problems(read_safetensors(tmp_path / "weights"), source.truth) == []
 
@@ -76,9 +76,8 @@ def order_of(kind: str) -> dict[str, str]:
 def test_saves_that_lost_the_state_are_refused(
     name: str, kind: str, code: str, saved: SavedFactory, tmp_path: Path
 ) -> None:
-    with pytest.raises(SourceError) as refused:
-        dcp_convert(saved(name).path(kind), tmp_path / "universal", "universal")
-    assert refused.value.code == code, refused.value
+    error = raised(SourceError, dcp_convert, saved(name).path(kind), tmp_path / "universal", "universal")
+    assert error.code == code, error
 
 
 @pytest.mark.parametrize(
@@ -128,9 +127,8 @@ def test_checkpoints_of_frameworks_are_read(
     options: dict[str, Any] = {}
     if framework == "titan":
         # Its optimizer is flattened, and its scheduler keeps no learning rates that would tell the order of groups.
-        with pytest.raises(SourceError) as refused:
-            dcp_convert(source.path(), tmp_path / "universal", "universal")
-        assert refused.value.code == "checkpoint.ambiguous"
+        error = raised(SourceError, dcp_convert, source.path(), tmp_path / "universal", "universal")
+        assert error.code == "checkpoint.ambiguous"
         options["param_order"] = [name for group in source.truth.meta["groups"] for name in group["names"]]
     dcp_convert(source.path(), tmp_path / "universal", "universal", **options)
     assert universal_problems(tmp_path / "universal", source.truth) == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.main import get_command
 
+from house.expected import raised, some
 from oracle.cases import Case
 from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
@@ -69,8 +70,7 @@ def test_signatures_are_those_of_the_installed_deepspeed() -> None:
     ],
 )
 def test_every_flag_of_a_script_is_taken(command: str, script: str) -> None:
-    spec = find_spec("deepspeed")
-    assert spec is not None
+    spec = some(find_spec("deepspeed"))
     assert spec.origin is not None
     tree = ast.parse((Path(spec.origin).parent / script).read_text())
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
@@ -157,11 +157,10 @@ def test_a_model_of_other_names_is_refused_untouched(trained: TrainedFactory) ->
     run = trained("z2_bf16")
     model = torch.nn.Sequential(_model(run.case))
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    with pytest.raises(ReshardError) as caught:
-        deepspeed.load_state_dict_from_zero_checkpoint(model, run.dir)
-    assert caught.value.code == "request.unsatisfiable"
-    assert "0.embed.weight" in caught.value.message
-    assert "embed.weight" in caught.value.details["unexpected"]
+    error = raised(ReshardError, deepspeed.load_state_dict_from_zero_checkpoint, model, run.dir)
+    assert error.code == "request.unsatisfiable"
+    assert "0.embed.weight" in error.message
+    assert "embed.weight" in error.details["unexpected"]
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
@@ -169,18 +168,16 @@ def test_a_model_of_another_width_is_refused(trained: TrainedFactory) -> None:
     run = trained("z2_bf16")
     model = _model(run.case)
     model.gain = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(ReshardError) as caught:
-        deepspeed.load_state_dict_from_zero_checkpoint(model, run.dir)
-    assert caught.value.code == "request.unsatisfiable"
-    assert "gain is (2,) there and (1,)" in caught.value.message
+    error = raised(ReshardError, deepspeed.load_state_dict_from_zero_checkpoint, model, run.dir)
+    assert error.code == "request.unsatisfiable"
+    assert "gain is (2,) there and (1,)" in error.message
 
 
 def test_a_wrong_tag_says_which_there_are(trained: TrainedFactory) -> None:
     run = trained("z2_bf16")
-    with pytest.raises(ReshardError) as caught:
-        deepspeed.get_fp32_state_dict_from_zero_checkpoint(run.dir, tag="global_step99")
-    assert caught.value.code == "source.not_found"
-    assert run.tag in caught.value.fix
+    error = raised(ReshardError, deepspeed.get_fp32_state_dict_from_zero_checkpoint, run.dir, tag="global_step99")
+    assert error.code == "source.not_found"
+    assert run.tag in error.fix
 
 
 @pytest.mark.parametrize("safe", [True, False])

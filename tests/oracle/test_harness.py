@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from house.expected import raised
 from house.measured import say
 from house.tiers import rest_full
 from oracle.cases import CASES
@@ -57,9 +58,8 @@ def test_what_deepspeed_cannot_reload_itself(
     name: str, oracle: Oracle, trained: TrainedFactory, tmp_path: Path
 ) -> None:
     run = trained(name)
-    with pytest.raises(WorldError) as caught:
-        oracle.resume_native(run.case, run.dir, tmp_path, world=run.world)
-    assert NATIVELY_UNLOADABLE[name].lower() in str(caught.value).lower()
+    error = raised(WorldError, oracle.resume_native, run.case, run.dir, tmp_path, world=run.world)
+    assert NATIVELY_UNLOADABLE[name].lower() in str(error).lower()
 
 
 @pytest.mark.full
@@ -153,10 +153,9 @@ def test_golden_checkpoints_still_load(name: str, oracle: Oracle, tmp_path: Path
 
 
 def test_a_failing_rank_takes_its_world_down_and_is_named(worlds: Worlds) -> None:
-    with pytest.raises(WorldError) as caught:
-        worlds.run("oracle.checks:fail_on", world=3, rank=1)
-    assert "ValueError: told to fail" in caught.value.errors["1"]
-    assert "rank 1 had failed" in caught.value.errors["0"]
+    error = raised(WorldError, worlds.run, "oracle.checks:fail_on", world=3, rank=1)
+    assert "ValueError: told to fail" in error.errors["1"]
+    assert "rank 1 had failed" in error.errors["0"]
 
 
 def test_an_interrupted_wait_does_not_shift_the_answers(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +167,7 @@ def test_an_interrupted_wait_does_not_shift_the_answers(worlds: Worlds, monkeypa
 
 
 def test_a_world_that_hangs_is_ended(worlds: Worlds) -> None:
-    with pytest.raises(WorldError) as caught:
-        worlds.run("oracle.checks:hang", world=2, timeout_s=0.5)
-    assert set(caught.value.errors) == {"0", "1"}
+    assert set(raised(WorldError, worlds.run, "oracle.checks:hang", world=2, timeout_s=0.5).errors) == {"0", "1"}
 
 
 def test_nothing_that_a_rank_started_outlives_the_launch(worlds: Worlds) -> None:

@@ -19,6 +19,7 @@ import pytest
 import typer
 
 import reshard
+from house.expected import raised
 from house.repository import ROOT
 from reshard.api.admin import AdminClient, Webhooks
 from reshard.api.client import Client
@@ -128,19 +129,16 @@ def test_documented_arguments_are_the_arguments() -> None:
 
 
 def test_errors_name_keyword_arguments() -> None:
-    with pytest.raises(ReshardError) as caught:
-        reshard.plan("a", "b", to="zero", dp=0)
-    assert (caught.value.message, caught.value.fix) == ("dp is below 1", "see help(reshard.plan)")
-    with pytest.raises(ReshardError) as caught:
-        reshard.convert("a", "b", to="zero", dp=1, memory_limit=0)
-    assert caught.value.message == "memory_limit is below 1"
-    assert caught.value.fix != SEE_HELP
-    with pytest.raises(ReshardError) as caught:
-        reshard.diff("a", "b", states="some")
-    assert caught.value.code == "request.invalid"
-    with pytest.raises(ReshardError) as caught:
-        reshard.convert("a", "b", to="zero", dp=1, workers=2, worker=0, url="http://127.0.0.1:9")
-    assert caught.value.code == "request.invalid"
+    error = raised(ReshardError, reshard.plan, "a", "b", to="zero", dp=0)
+    assert (error.message, error.fix) == ("dp is below 1", "see help(reshard.plan)")
+    error = raised(ReshardError, reshard.convert, "a", "b", to="zero", dp=1, memory_limit=0)
+    assert error.message == "memory_limit is below 1"
+    assert error.fix != SEE_HELP
+    assert raised(ReshardError, reshard.diff, "a", "b", states="some").code == "request.invalid"
+    error = raised(
+        ReshardError, reshard.convert, "a", "b", to="zero", dp=1, workers=2, worker=0, url="http://127.0.0.1:9"
+    )
+    assert error.code == "request.invalid"
 
 
 def test_an_interrupted_call_goes_on_where_it_stopped(workplace: Path) -> None:
@@ -152,9 +150,7 @@ def test_an_interrupted_call_goes_on_where_it_stopped(workplace: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         reshard.convert(source, "out/tag", on_progress=interrupt, **wanted)
     assert not Path("out/tag").exists()
-    with pytest.raises(ReshardError) as caught:
-        reshard.convert(source, "out/tag", wait_timeout=0, **wanted)
-    assert caught.value.code == "job.wait_timeout"
+    assert raised(ReshardError, reshard.convert, source, "out/tag", wait_timeout=0, **wanted).code == "job.wait_timeout"
     seen: list[reshard.Progress] = []
     result = reshard.convert(source, "out/tag", on_progress=seen.append, **wanted)
     assert result.resumed_bytes > 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from house.expected import raised, some
 from reshard.errors import SourceError
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
@@ -196,8 +197,7 @@ def test_an_item_of_a_large_tensor_is_read_straight() -> None:
 def test_files_that_stay_open_are_still_compared_with_their_pin(tmp_path: Path) -> None:
     path, store = tmp_path / "f", LocalStore()
     path.write_bytes(b"0123456789")
-    info = store.stat(str(path))
-    assert info is not None
+    info = some(store.stat(str(path)))
     file, buffer = SourceFile(store, "f", (info,)), bytearray(4)
     before = len(os.listdir("/proc/self/fd"))
     with kept_open():
@@ -207,9 +207,7 @@ def test_files_that_stay_open_are_still_compared_with_their_pin(tmp_path: Path) 
         assert buffer == b"6789"
         assert len(os.listdir("/proc/self/fd")) == before + 1, "opened once"
         path.write_bytes(b"something else")
-        with pytest.raises(SourceError) as caught:
-            file.read_into(0, memoryview(buffer))
-        assert caught.value.code == "source.changed"
+        assert raised(SourceError, file.read_into, 0, memoryview(buffer)).code == "source.changed"
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -223,8 +221,7 @@ def test_checksums_are_those_of_zlib(first: bytes, second: bytes) -> None:
 
 def test_a_small_file_is_one_image() -> None:
     file = _file(40, 10, 0)
-    image = file.template.image
-    assert image is not None
+    image = some(file.template.image)
     assert image[-3:] == b"end"
     assert len(image) == file.size_bytes
     assert _file(40, 1 << 20, 0).template.image is None

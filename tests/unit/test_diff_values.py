@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from house.expected import some
 from reshard_engine.operations.diff import compare_elements
 from reshard_engine.pickles.nodes import PDict, PList, PTuple
 from reshard_engine.pickles.trees import TreeDifference, compare_trees, text_of
@@ -20,8 +21,7 @@ def floats(*values: float) -> np.ndarray[Any, Any]:
 
 def test_distances_of_floats() -> None:
     a, b = floats(1, 2, -3, float("inf"), 0), floats(1, 2.5, 3, 4, 0)
-    difference = compare_elements(a, b, FLOAT32, first=100)
-    assert difference is not None
+    difference = some(compare_elements(a, b, FLOAT32, first=100))
     assert (difference.count, difference.nonfinite, difference.first) == (3, 1, 101)
     assert (difference.max_abs, difference.max_rel) == (6.0, 2.0)
     assert (difference.first_a, difference.first_b) == ("2", "2.5")
@@ -33,8 +33,7 @@ def test_distances_of_floats() -> None:
 )
 def test_bits_count_where_numbers_do_not_tell(a: int, b: int) -> None:
     left, right = (np.frombuffer(struct.pack("<I", v), dtype=np.uint8) for v in (a, b))
-    difference = compare_elements(left, right, FLOAT32, first=0)
-    assert difference is not None
+    difference = some(compare_elements(left, right, FLOAT32, first=0))
     assert difference.count == 1
     assert f"{a:08x}" in difference.first_a or f"{difference.first_a}" == "0"
     assert difference.first_a != difference.first_b
@@ -46,8 +45,7 @@ def test_every_element_type_is_compared(name: str) -> None:
     a = np.zeros(9 * dtype.itemsize_bytes, dtype=np.uint8)
     b = a.copy()
     b[7 * dtype.itemsize_bytes] = 1
-    difference = compare_elements(a, b, dtype, first=0)
-    assert difference is not None
+    difference = some(compare_elements(a, b, dtype, first=0))
     assert (difference.count, difference.first) == (1, 7)
     assert (difference.max_abs is None) == name.startswith(("float8", "float4", "complex32"))
 

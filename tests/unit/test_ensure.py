@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import reshard
+from house.expected import raised
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
 from reshard.choices import TargetFormat
 from reshard.cli.main import run
@@ -72,9 +73,7 @@ def test_kinds_of_sources(checkpoint: Path) -> None:
 )
 def test_sources_that_are_none(spoil: Callable[[Path], Any], code: str, checkpoint: Path) -> None:
     spoil(checkpoint)
-    with pytest.raises(SourceError) as caught:
-        reshard.ensure(checkpoint, dp=3)
-    assert caught.value.code == code
+    assert raised(SourceError, reshard.ensure, checkpoint, dp=3).code == code
     assert list(checkpoint.glob(".reshard/global_step3*")) == []
 
 
@@ -82,10 +81,9 @@ def test_a_stale_latest_lists_what_is_there(checkpoint: Path) -> None:
     (checkpoint / "latest").write_text("global_step9")
     shutil.copytree(checkpoint / "global_step3", checkpoint / "global_step10")
     os.utime(checkpoint / "global_step10", (2e9, 2e9))
-    with pytest.raises(SourceError) as caught:
-        reshard.ensure(checkpoint, dp=3)
-    assert caught.value.code == "checkpoint.bad_latest"
-    assert caught.value.fix == "name an existing tag: --tag global_step10 (there are: global_step10, global_step3)"
+    error = raised(SourceError, reshard.ensure, checkpoint, dp=3)
+    assert error.code == "checkpoint.bad_latest"
+    assert error.fix == "name an existing tag: --tag global_step10 (there are: global_step10, global_step3)"
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, "storage.unavailable"), (errno.EACCES, "storage.denied")])
@@ -96,9 +94,7 @@ def test_a_file_system_that_does_not_answer_is_not_an_empty_one(
         raise OSError(number, os.strerror(number), path)
 
     monkeypatch.setattr(os, "listdir", refused)
-    with pytest.raises(StorageError) as caught:
-        reshard.ensure(checkpoint, dp=3)
-    assert caught.value.code == code
+    assert raised(StorageError, reshard.ensure, checkpoint, dp=3).code == code
 
 
 @pytest.mark.parametrize("name", ["checkpoint-3", "checkpoint-3/global_step3"])
@@ -106,10 +102,9 @@ def test_a_save_that_did_not_finish_is_refused_even_if_it_fits(name: str, checkp
     for number in (1, 2):
         checkpoint.with_name(f"checkpoint-{number}").mkdir()
     (checkpoint / "checkpoint-is-incomplete.txt").write_text("Checkpoint started at step 3 and in progress...")
-    with pytest.raises(SourceError) as caught:
-        reshard.ensure(checkpoint.parent / name, dp=2)
-    assert caught.value.code == "checkpoint.incomplete"
-    assert caught.value.fix.endswith("checkpoint-2")
+    error = raised(SourceError, reshard.ensure, checkpoint.parent / name, dp=2)
+    assert error.code == "checkpoint.incomplete"
+    assert error.fix.endswith("checkpoint-2")
 
 
 def test_objects_of_other_classes_are_refused_until_it_is_said_what_to_do_with_them(checkpoint: Path) -> None:
@@ -117,10 +112,9 @@ def test_objects_of_other_classes_are_refused_until_it_is_said_what_to_do_with_t
     states = checkpoint / "global_step3" / "mp_rank_00_model_states.pt"
     model = torch.load(states, weights_only=False)
     torch.save(model | {"ratio": Fraction(1, 3)}, states)
-    with pytest.raises(SourceError) as caught:
-        reshard.ensure(checkpoint, dp=3)
-    assert caught.value.code == "pickle.forbidden_call"
-    assert "keep" in caught.value.fix
+    error = raised(SourceError, reshard.ensure, checkpoint, dp=3)
+    assert error.code == "pickle.forbidden_call"
+    assert "keep" in error.fix
     kept, dropped = (Path(reshard.ensure(checkpoint, dp=3, opaque=policy)) for policy in ("keep", "drop"))
     assert kept != dropped
     found = [torch.load(p / states.relative_to(checkpoint), weights_only=False)["ratio"] for p in (kept, dropped)]
@@ -276,9 +270,7 @@ def test_a_named_place(save: Path, tmp_path: Path) -> None:
     assert reshard.ensure(save / "global_step3", dp=3, out=out) == str(out / "global_step3")
     assert not (save / ".reshard").exists()
     kept = (out / "global_step3" / "reshard.json").read_bytes()
-    with pytest.raises(RequestError) as caught:
-        reshard.ensure(save, dp=4, out=out)
-    assert caught.value.code == "request.target_exists"
+    assert raised(RequestError, reshard.ensure, save, dp=4, out=out).code == "request.target_exists"
     assert (out / "global_step3" / "reshard.json").read_bytes() == kept
     foreign = tmp_path / "foreign"
     shutil.copytree(DATA / "zero3_tiny", foreign)
@@ -294,10 +286,9 @@ def test_a_source_that_cannot_be_written(save: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "makedirs", refused)
     assert reshard.ensure(save, dp=2) == str(save)
-    with pytest.raises(StorageError) as caught:
-        reshard.ensure(save, dp=3)
-    assert caught.value.code == "storage.denied"
-    assert "--out" in caught.value.fix
+    error = raised(StorageError, reshard.ensure, save, dp=3)
+    assert error.code == "storage.denied"
+    assert "--out" in error.fix
 
 
 def test_a_source_in_another_store_needs_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

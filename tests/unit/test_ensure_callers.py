@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 import reshard
+from house.expected import raised, some
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same
+from house.waiting import wait_until
 from reshard.choices import JobState, OpaquePolicy, WeightDtype
 from reshard.ensuring import converters as _converters
 from reshard.ensuring.election import Election
@@ -115,7 +117,7 @@ def test_an_error_is_everyones_who_waited(save: Path, tmp_path: Path) -> None:
 def test_a_killed_winner_does_not_block_the_others(checkpoint: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     winner = rank(checkpoint, log, 600)
-    until(log.exists)
+    wait_until(log.exists)
     loser = rank(checkpoint, log, 0)
     time.sleep(1.0)
     assert loser.poll() is None
@@ -128,17 +130,9 @@ def test_a_killed_winner_does_not_block_the_others(checkpoint: Path, tmp_path: P
     assert log.read_text() == "begun\nbegun\nalready_done=False\n"
 
 
-def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    claim = Election(str(path)).claim()
-    assert claim is not None
+    claim = some(Election(str(path)).claim())
     with claim:
         yield
 
@@ -149,9 +143,7 @@ def test_waiting_ends(save: Path) -> None:
     record = next(p for p in (save / ".reshard").glob("*.json") if json.loads(p.read_text())["path"] is None)
     record.unlink()
     with held(record.with_suffix(".claim")):
-        with pytest.raises(JobError) as caught:
-            reshard.ensure(save, dp=2, timeout_s=0.3)
-        assert caught.value.code == "job.wait_timeout"
+        assert raised(JobError, reshard.ensure, save, dp=2, timeout_s=0.3).code == "job.wait_timeout"
     assert reshard.ensure(save, dp=2) == str(save)
 
 
@@ -166,9 +158,7 @@ def test_a_conversion_that_takes_too_long_is_kept_for_later(save: Path, monkeypa
             return real.convert(request, **hooks)
 
     monkeypatch.setattr(_converters, "load_engine", Slow)
-    with pytest.raises(JobError) as caught:
-        reshard.ensure(save, dp=3, timeout_s=0.2)
-    assert caught.value.code == "job.wait_timeout"
+    assert raised(JobError, reshard.ensure, save, dp=3, timeout_s=0.2).code == "job.wait_timeout"
     monkeypatch.undo()
     assert finished(reshard.ensure(save, dp=3), ("global_step3",))
 
@@ -275,9 +265,7 @@ def test_a_service_that_does_not_see_the_checkpoint_is_no_first_start(
         raise SourceError("source.not_found", f"nothing is at {url}")
 
     monkeypatch.setattr(service, "inspect", blind)
-    with pytest.raises(StorageError) as caught:
-        reshard.ensure(checkpoint, dp=3)
-    assert caught.value.code == "storage.unavailable"
+    assert raised(StorageError, reshard.ensure, checkpoint, dp=3).code == "storage.unavailable"
     assert service.jobs == {}
 
 

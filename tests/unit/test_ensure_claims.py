@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from house.expected import some
 from reshard.ensuring import election as _election
 from reshard.ensuring.election import Election
 from reshard.shared_work import process_name
@@ -31,8 +32,7 @@ def name_of_an_ended_process() -> str:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    claim = Election(str(path)).claim()
-    assert claim is not None
+    claim = some(Election(str(path)).claim())
     with claim:
         yield
 
@@ -40,13 +40,11 @@ def held(path: Path) -> Iterator[None]:
 def test_a_claim_is_one_processs_and_ends_with_it(tmp_path: Path) -> None:
     path = str(tmp_path / "claim")
     first, second = Election(path), Election(path)
-    claim = first.claim()
-    assert claim is not None
+    claim = some(first.claim())
     with claim:
         assert [second.claim(), second.claim(), first.claim()] == [None, None, None]
     assert not os.path.exists(path)
-    again = second.claim()
-    assert again is not None
+    again = some(second.claim())
     with again:
         pass
 
@@ -95,8 +93,7 @@ def test_a_claim_of_this_host_is_freed_at_once_when_its_process_is_gone(tmp_path
     path.write_text(name_of_an_ended_process())
     election = Election(str(path))
     assert election.claim() is None
-    claim = election.claim()
-    assert claim is not None
+    claim = some(election.claim())
     with claim:
         pass
 
@@ -146,8 +143,7 @@ def test_a_process_that_saw_a_stale_claim_leaves_the_claim_that_followed_it(tmp_
     path = tmp_path / "claim"
     path.write_text("another host's")
     slow, fast = Election(str(path), stale_s=0.1), Election(str(path), stale_s=0.1)
-    seen = _election._read(str(path))
-    assert seen is not None
+    seen = some(_election._read(str(path)))
     while (claim := fast.claim()) is None:
         time.sleep(0.02)
     with claim:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import reshard
+from house.expected import raised
 from house.promises import command
 from house.saves import DATA, LAUNCHERS, make_save, wanted
 from reshard.errors import RequestError
@@ -38,9 +39,7 @@ def test_a_memory_limit_is_kept(save: Path) -> None:
     words = ("ensure", str(save), "--dp", "3", "-q")
     code, told, said = command(*words, "--memory-limit", "1KB")
     assert (code, told, "request.budget_too_small" in said, "--memory-limit" in said) == (8, "", True, True)
-    with pytest.raises(RequestError) as caught:
-        reshard.ensure(save, dp=3, memory_limit=1000)
-    assert caught.value.code == "request.budget_too_small"
+    assert raised(RequestError, reshard.ensure, save, dp=3, memory_limit=1000).code == "request.budget_too_small"
     code, told, _ = command(*words, "--memory-limit", "64MiB")
     assert code == 0
     assert reshard.ensure(save, dp=3, memory_limit="2GiB") == told.strip()  # the same result
@@ -84,11 +83,10 @@ def test_one_task_a_node_is_no_number_of_ranks(environ: dict[str, str], expected
     if expected is not None:
         assert wanted(environ=environ).processes == expected
         return
-    with pytest.raises(RequestError) as caught:
-        wanted(environ=environ)
-    assert (caught.value.code, "--dp N" in caught.value.fix) == ("request.invalid", True)
-    assert "SLURM_NTASKS is 4 and SLURM_NNODES is 4" in caught.value.message
-    assert ("32 ranks" in caught.value.message) is (len(environ) > 2)
+    error = raised(RequestError, wanted, environ=environ)
+    assert (error.code, "--dp N" in error.fix) == ("request.invalid", True)
+    assert "SLURM_NTASKS is 4 and SLURM_NNODES is 4" in error.message
+    assert ("32 ranks" in error.message) is (len(environ) > 2)
     assert wanted(dp=8, environ=environ).dp == 8
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import reshard
 import reshard_engine.operations
+from house.expected import raised
 from reshard.cli.main import run
 from reshard.cli.remote import load_command
 from reshard.errors import (
@@ -119,15 +120,11 @@ def test_a_missing_library_shows_one_error_and_not_two(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.metadata.entry_points", entries)
     load_engine.cache_clear()
     for call in (load_engine, lambda: load_command("serve", extra="service")):
-        with pytest.raises(RequestError) as caught:
-            call()
-        said = "".join(format_exception(caught.value))
+        said = "".join(format_exception(raised(RequestError, call)))
         assert "'numpy', which is not installed" in said
         assert "ModuleNotFoundError" not in said
     load_engine.cache_clear()
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "reshard_engine.operations.state_dicts", None)
     monkeypatch.delattr(reshard_engine.operations, "state_dicts", raising=False)  # where another test has imported it
-    with pytest.raises(RequestError) as caught:
-        load_engine().state_dicts()
-    assert "ModuleNotFoundError" not in "".join(format_exception(caught.value))
+    assert "ModuleNotFoundError" not in "".join(format_exception(raised(RequestError, load_engine().state_dicts)))

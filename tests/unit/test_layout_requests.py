@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from house.expected import raised
 from house.requests import asked
 from laws.deepspeed_files import Layout, write_checkpoint
 from laws.pipeline_source import Part, seeded_model
@@ -22,9 +23,7 @@ from reshard_engine.local import LocalEngine
 
 
 def _refused(source: Path, options: dict[str, Any] | None = None, **layout: Any) -> ReshardError:
-    with pytest.raises(ReshardError) as caught:
-        _plan(source, options, **layout)
-    return caught.value
+    return raised(ReshardError, _plan, source, options, **layout)
 
 
 def _plan(source: Path, options: dict[str, Any] | None = None, **layout: Any) -> None:
@@ -232,17 +231,15 @@ def test_a_layout_belongs_to_native_targets(plain: Path) -> None:
     request = asked(
         source=SourceSpec(url=str(plain)), target=str(plain.parent / "u"), to=TargetFormat.UNIVERSAL, layout=layout
     )
-    with pytest.raises(RequestError) as caught:
-        LocalEngine().plan(request)
-    assert (caught.value.code, caught.value.fix) == ("request.invalid", "--to zero")
+    error = raised(RequestError, LocalEngine().plan, request)
+    assert (error.code, error.fix) == ("request.invalid", "--to zero")
 
 
 def test_native_targets_need_a_layout(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     request = ConvertRequest(source=SourceSpec(url=str(plain)), target=str(plain.parent / "n"), to=TargetFormat.ZERO)
-    with pytest.raises(RequestError) as caught:
-        LocalEngine().plan(request)
-    assert caught.value.code == "request.invalid"
-    assert "--dp" in caught.value.fix
+    error = raised(RequestError, LocalEngine().plan, request)
+    assert error.code == "request.invalid"
+    assert "--dp" in error.fix
     assert run(["convert", str(plain), str(plain.parent / "n"), "--to", "zero"]) == 2
     assert "--dp" in capsys.readouterr().err
 
@@ -351,10 +348,9 @@ def test_copies_that_are_none(tmp_path: Path) -> None:
         layout=NativeLayout(dp=1),
         rules=wrong,
     )
-    with pytest.raises(SourceError) as caught:
-        LocalEngine().convert(request)
-    assert caught.value.code == "checkpoint.disagreement"
-    assert "layers.1.qkv.weight" in caught.value.details["parameters"]
+    error = raised(SourceError, LocalEngine().convert, request)
+    assert error.code == "checkpoint.disagreement"
+    assert "layers.1.qkv.weight" in error.details["parameters"]
     assert not (tmp_path / "to" / "step3").exists()
 
 

@@ -14,6 +14,7 @@ import pytest
 from cryptography.fernet import Fernet
 from standardwebhooks import Webhook, WebhookVerificationError
 
+from house.expected import raised
 from reshard.errors import RequestError
 from reshard_service.settings import ServiceSettings
 from reshard_service.webhooks.address import ForbiddenAddressError, JudgedConnections, accepted_url, may_be_called
@@ -57,17 +58,14 @@ def test_the_operator_allows_networks() -> None:
     ],
 )  # fmt: skip
 def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        accepted_url(url, http=False, allowed=())
-    assert caught.value.code == "request.invalid"
+    assert raised(RequestError, accepted_url, url, http=False, allowed=()).code == "request.invalid"
 
 
 @pytest.mark.parametrize("address", REFUSED)
 def test_addresses_in_urls_are_refused_at_once(address: str) -> None:
     host = f"[{address}]" if ":" in address else address
-    with pytest.raises(RequestError) as caught:
-        accepted_url(f"https://{host}/hook", http=False, allowed=())
-    assert caught.value.code == "request.address_forbidden"
+    error = raised(RequestError, accepted_url, f"https://{host}/hook", http=False, allowed=())
+    assert error.code == "request.address_forbidden"
 
 
 NEVER = (
@@ -80,10 +78,9 @@ NEVER = (
 
 @pytest.mark.parametrize("host", NEVER)
 def test_hosts_that_can_never_be_called_are_refused_at_once(host: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        accepted_url(f"https://{host}/hook", http=False, allowed=())
-    assert caught.value.code == "request.address_forbidden"
-    assert "RESHARD_WEBHOOK_NETWORKS" in caught.value.fix
+    error = raised(RequestError, accepted_url, f"https://{host}/hook", http=False, allowed=())
+    assert error.code == "request.address_forbidden"
+    assert "RESHARD_WEBHOOK_NETWORKS" in error.fix
 
 
 @pytest.mark.parametrize("host", ["hooks.example.org", "8.8.8.8", "[2606:4700:4700::1111]", "134744072"])
@@ -213,10 +210,9 @@ def test_secrets_are_sealed_by_the_operators_key() -> None:
 
 
 def test_a_wrong_key_is_refused_and_not_shown() -> None:
-    with pytest.raises(RequestError) as caught:
-        ServiceSettings.from_env({"RESHARD_WEBHOOK_KEYS": "my-secret-key"})
-    assert "my-secret-key" not in f"{caught.value} {caught.value.fix}"
-    assert "openssl" in caught.value.fix
+    error = raised(RequestError, ServiceSettings.from_env, {"RESHARD_WEBHOOK_KEYS": "my-secret-key"})
+    assert "my-secret-key" not in f"{error} {error.fix}"
+    assert "openssl" in error.fix
     key = base64.b64encode(bytes([251] * 32)).decode()
     made = key.replace("+", "-").replace("/", "_")
     assert ServiceSettings.from_env({"RESHARD_WEBHOOK_KEYS": f"{made}, {made}"}).webhook_keys == (made, made)

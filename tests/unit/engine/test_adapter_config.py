@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from house.expected import raised, some
 from reshard.errors import SourceError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
@@ -21,9 +22,7 @@ RIGHT = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "us
 
 def config_in(data: bytes) -> AdapterConfig:
     checkpoint = cast("Checkpoint", SimpleNamespace(model_files={CONFIG: data}))
-    found = adapter_config(checkpoint, REQUEST)
-    assert found is not None
-    return found
+    return some(adapter_config(checkpoint, REQUEST))
 
 
 @pytest.mark.parametrize(
@@ -53,14 +52,13 @@ def test_what_peft_writes_is_taken(changed: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_with_its_field(field: str, value: object) -> None:
-    with pytest.raises(SourceError) as refused:
-        config_in(json.dumps(RIGHT | {field: value}).encode())
-    assert refused.value.code == "checkpoint.malformed"
+    error = raised(SourceError, config_in, json.dumps(RIGHT | {field: value}).encode())
+    assert error.code == "checkpoint.malformed"
     shown = next(iter(value.values())) if isinstance(value, dict) and value else value
-    assert CONFIG in refused.value.message
-    assert f"`{field}" in refused.value.message
-    assert repr(shown)[:60] in refused.value.message
-    assert "--model-files" in refused.value.fix
+    assert CONFIG in error.message
+    assert f"`{field}" in error.message
+    assert repr(shown)[:60] in error.message
+    assert "--model-files" in error.fix
 
 
 @pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity", "1e999"])

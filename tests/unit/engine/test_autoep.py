@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from house.expected import raised
 from reshard.errors import SourceError
 from reshard_engine.checkpoint import Parameter, Scalar
 from reshard_engine.formats.deepspeed.parallel.experts import FusedExperts, fused_experts, sharing_ranks
@@ -78,9 +79,7 @@ def test_one_rank_with_all_experts_needs_no_view() -> None:
     ],
 )
 def test_what_is_not_understood_is_refused(entry: dict[str, Any], code: str) -> None:
-    with pytest.raises(SourceError) as caught:
-        _fused(entry)
-    assert caught.value.code == code
+    assert raised(SourceError, _fused, entry).code == code
 
 
 def test_experts_that_tensor_parallelism_cuts_are_refused() -> None:
@@ -125,8 +124,6 @@ def test_ranks_say_with_whom_they_share() -> None:
     assert sharing_ranks(_ranks([0, 2], [1, 3], [0, 2], [1, 3]), 0) == [(0, 2), (1, 3)]
     assert sharing_ranks(_ranks([0, 1], [0, 1], [2, 3], [2, 3]), 0) == [(0, 1), (2, 3)]
     for wrong in (([0, 2], [0, 3], [0, 2], [1, 3]), ([0, 1], [1], [2, 3], [2, 3])):
-        with pytest.raises(SourceError) as caught:
-            sharing_ranks(_ranks(*wrong), 0)
-        assert caught.value.code == "checkpoint.mixed"
+        assert raised(SourceError, sharing_ranks, _ranks(*wrong), 0).code == "checkpoint.mixed"
     with pytest.raises(SourceError, match="does not say that it shares sub-group 1"):
         sharing_ranks(_ranks([0]), 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from house.expected import raised
 from laws.deepspeed_files import Layout
 from laws.pipeline_source import Model, ParallelWriter, Part, Ranks, seeded_model
 from reshard.choices import OpaquePolicy, WeightDecayGroups
@@ -112,10 +113,9 @@ def test_matrices_get_the_weight_decay_of_the_scheduler(
 
 def test_a_weight_decay_that_nothing_says_is_refused(tmp_path: Path) -> None:
     source = _read(tmp_path, {"no": []})
-    with pytest.raises(RequestError) as caught:
-        megatron_grouped(source, sharded=False)
-    assert caught.value.code == "request.unsatisfiable"
-    assert "--zero-stage 3" in caught.value.fix
+    error = raised(RequestError, megatron_grouped, source, sharded=False)
+    assert error.code == "request.unsatisfiable"
+    assert "--zero-stage 3" in error.fix
     # Inspection says so before anybody tries, and what is possible.
     found = {target.name: target for target in possible_targets(source)}
     assert not found["universal"].possible
@@ -125,19 +125,17 @@ def test_a_weight_decay_that_nothing_says_is_refused(tmp_path: Path) -> None:
 def test_groups_by_another_rule_are_refused_where_the_rule_decides(tmp_path: Path) -> None:
     # The embedding without weight decay: a condition of the model's own, of which ZeRO-3's groups are not known.
     source = _read(tmp_path, {"wd": ["layers.1.dense.weight", "head.weight"], "no": []})
-    with pytest.raises(RequestError) as caught:
-        megatron_grouped(source, sharded=True)
-    assert caught.value.code == "request.unsatisfiable"
-    assert "embed.tokens.weight" in caught.value.message
+    error = raised(RequestError, megatron_grouped, source, sharded=True)
+    assert error.code == "request.unsatisfiable"
+    assert "embed.tokens.weight" in error.message
     assert megatron_grouped(source, sharded=False) is source
 
 
 def test_an_order_that_nothing_shows_is_refused(tmp_path: Path) -> None:
     source = replace(_read(tmp_path, _TWO), module_names=())
-    with pytest.raises(RequestError) as caught:
-        megatron_grouped(source, sharded=True)
-    assert caught.value.code == "request.unsatisfiable"
-    assert "order" in caught.value.message
+    error = raised(RequestError, megatron_grouped, source, sharded=True)
+    assert error.code == "request.unsatisfiable"
+    assert "order" in error.message
 
 
 def test_groups_of_others_stay(tmp_path: Path) -> None:

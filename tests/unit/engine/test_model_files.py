@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from house.expected import raised
 from house.repository import ROOT
 from house.requests import asked
 from reshard.choices import TargetFormat
@@ -74,9 +75,7 @@ def test_the_type_is_that_of_the_weights_as_stored(files: Path, tmp_path: Path) 
 def test_other_files_are_another_conversion(files: Path, tmp_path: Path) -> None:
     _convert(files, tmp_path / "out")
     (files / "tokenizer.json").write_text("{}")
-    with pytest.raises(ReshardError) as caught:
-        _convert(files, tmp_path / "out")
-    assert caught.value.code == "request.target_exists"
+    assert raised(ReshardError, _convert, files, tmp_path / "out").code == "request.target_exists"
 
 
 def test_a_configuration_without_a_type_stays_as_it_is(files: Path, tmp_path: Path) -> None:
@@ -92,40 +91,32 @@ def test_a_configuration_without_a_type_stays_as_it_is(files: Path, tmp_path: Pa
 )
 def test_a_configuration_that_is_none_is_refused(text: str, code: str, files: Path, tmp_path: Path) -> None:
     (files / "config.json").write_text(text)
-    with pytest.raises(ReshardError) as caught:
-        _convert(files, tmp_path / "out")
-    assert caught.value.code == code
+    assert raised(ReshardError, _convert, files, tmp_path / "out").code == code
     assert not (tmp_path / "out").exists()
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ReshardError) as caught:
-        _convert(SOURCE, tmp_path / "out")
-    assert caught.value.code == "source.not_found"
-    assert "config.json" in caught.value.message
+    error = raised(ReshardError, _convert, SOURCE, tmp_path / "out")
+    assert error.code == "source.not_found"
+    assert "config.json" in error.message
 
 
 def test_targets_that_are_no_weights_have_none(files: Path, tmp_path: Path) -> None:
-    with pytest.raises(ReshardError) as caught:
-        _convert(files, tmp_path / "out", TargetFormat.UNIVERSAL)
-    assert caught.value.code == "request.invalid"
+    assert raised(ReshardError, _convert, files, tmp_path / "out", TargetFormat.UNIVERSAL).code == "request.invalid"
 
 
 def test_what_is_too_large_is_refused_unread(files: Path, tmp_path: Path) -> None:
     with (files / "vocab.json").open("wb") as file:
         file.truncate(200 << 20)
-    with pytest.raises(ReshardError) as caught:
-        _convert(files, tmp_path / "out")
-    assert caught.value.code == "checkpoint.too_large"
+    assert raised(ReshardError, _convert, files, tmp_path / "out").code == "checkpoint.too_large"
 
 
 def test_a_link_carries_nothing_in_from_elsewhere(files: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("key")
     (files / "vocab.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(ReshardError) as caught:
-        _convert(files, tmp_path / "out")
-    assert caught.value.code == "name.invalid"
-    assert "key" not in caught.value.message
+    error = raised(ReshardError, _convert, files, tmp_path / "out")
+    assert error.code == "name.invalid"
+    assert "key" not in error.message
 
 
 def test_the_cache_of_hugging_face_is_made_of_links(files: Path, tmp_path: Path) -> None:

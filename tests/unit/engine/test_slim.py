@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from house.expected import raised
 from reshard.cli.main import run
 from reshard.errors import ReshardError
 from reshard.local import load_engine
@@ -144,31 +145,23 @@ def test_objects_of_foreign_classes_stay_what_they_are(tmp_path: Path) -> None:
 def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
     torch.save(_bloated(), tmp_path / "a.pt")
     (tmp_path / "b.pt").write_text("mine")
-    with pytest.raises(ReshardError) as caught:
-        _slim(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert caught.value.code == "request.target_exists"
+    assert raised(ReshardError, _slim, tmp_path / "a.pt", tmp_path / "b.pt").code == "request.target_exists"
     assert (tmp_path / "b.pt").read_text() == "mine"
     _slim(tmp_path / "a.pt", tmp_path / "b.pt", overwrite=True)
     _same(_load(tmp_path / "b.pt"), _bloated())
     (tmp_path / "into").mkdir()
     assert _slim(tmp_path / "a.pt", tmp_path / "into").target == str(tmp_path / "into" / "a.pt")
     for place in (tmp_path / "a.pt", tmp_path):
-        with pytest.raises(ReshardError) as caught:
-            _slim(tmp_path / "a.pt", place, overwrite=True)
-        assert caught.value.code == "request.overlap"
+        assert raised(ReshardError, _slim, tmp_path / "a.pt", place, overwrite=True).code == "request.overlap"
 
 
 def test_a_damaged_file_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     torch.save(_bloated(), tmp_path / "a.pt")
     data = (tmp_path / "a.pt").read_bytes()
     (tmp_path / "a.pt").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ReshardError) as caught:
-        _slim(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert caught.value.code.startswith(("zip.", "checkpoint."))
+    assert raised(ReshardError, _slim, tmp_path / "a.pt", tmp_path / "b.pt").code.startswith(("zip.", "checkpoint."))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt"]
-    with pytest.raises(ReshardError) as caught:
-        _slim(tmp_path / "none.pt", tmp_path / "b.pt")
-    assert caught.value.code == "source.not_found"
+    assert raised(ReshardError, _slim, tmp_path / "none.pt", tmp_path / "b.pt").code == "source.not_found"
 
 
 def test_options_that_change_tensors_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from house.expected import raised
 from reshard.errors import SourceError
 from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.storage.locations import Location
@@ -39,17 +40,14 @@ def filled(store: CountingStore, *, directories: int, inside: int = 1) -> Locati
 @pytest.mark.parametrize("tag", [None, "global_step5"])
 def test_the_root_of_a_bucket_costs_at_most_200_listings(tag: str | None) -> None:
     store = CountingStore()
-    with pytest.raises(SourceError) as refused:
-        find_checkpoint(filled(store, directories=300, inside=2), tag)
+    error = raised(SourceError, find_checkpoint, filled(store, directories=300, inside=2), tag)
     assert len(store.listings) <= 200
     assert len(store.listings) == len(set(store.listings)), "no directory is listed twice"
-    assert " directories below it were not looked into" in refused.value.message
+    assert " directories below it were not looked into" in error.message
     assert "bucket/d299" in store.listings, "the newest are looked into"
     assert "bucket/d3" not in store.listings
 
 
 def test_the_directories_of_a_bucket_are_listed_at_once() -> None:
     store = CountingStore(meet=True)
-    with pytest.raises(SourceError) as refused:
-        find_checkpoint(filled(store, directories=2), None)
-    assert "not looked into" not in refused.value.message
+    assert "not looked into" not in raised(SourceError, find_checkpoint, filled(store, directories=2), None).message

@@ -1,0 +1,31 @@
+"""What happens in time: conditions that are waited for, and calls that run at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+
+def wait_until(
+    ready: Callable[[], bool],
+    *,
+    timeout_s: float = 30.0,
+    pause_s: float = 0.05,
+    what: Callable[[], object] = lambda: "it did not happen in time",
+) -> None:
+    """Return when `ready()` holds, or fail with what is so instead."""
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, what()
+        time.sleep(pause_s)
+
+
+def at_once(calls: Iterable[Callable[[], object]], *, timeout_s: float = 60.0) -> None:
+    """Return when all calls have, each in a thread of its own."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+        assert not thread.is_alive(), f"a call takes more than {timeout_s} s"
