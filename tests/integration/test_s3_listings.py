@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -13,11 +14,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-import s3fs  # pyright: ignore[reportMissingTypeStubs]
+import s3fs
 
+from house.saves import DATA
+from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
+from reshard.local import load_engine
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.s3 import S3Store
+from servers.proxy import LoggingProxy, logging_proxy
 from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
 BUCKET = "listings"
@@ -159,3 +166,143 @@ print(sorted({"s3fs", "aiobotocore", "aiohttp"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# Objects are removed many at a time, on a real server, and one by one where a store has no such call.
+
+
+OBJECTS = 1005
+ODD = ("a b/c+d&<e>", "ü/%2e%2e", "line\nbreak", "\x01")
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> str:
+    bucket = f"test-{os.urandom(6).hex()}"
+    s3.make_bucket(bucket)
+    return bucket
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Generator[LoggingProxy]:
+    with logging_proxy(s3.endpoint) as proxy:
+        yield proxy
+
+
+def _store(endpoint: str) -> S3Store:
+    return S3Store(S3Profile(endpoint, ACCESS_KEY, SECRET_KEY, region="us-east-1"))
+
+
+def _deletes(proxy: LoggingProxy) -> tuple[int, int]:
+    """Requests that removed one object, and those that removed many."""
+    one = sum(1 for r in proxy.requests if r.method == "DELETE")
+    return one, sum(1 for r in proxy.requests if r.method == "POST" and "delete" in r.query)
+
+
+def test_a_thousand_objects_go_in_one_request(s3: S3Server, bucket: str, proxy: LoggingProxy) -> None:
+    names = [f"{bucket}/old/{n:04}" for n in range(OBJECTS)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda n: s3.client().put_object(Bucket=bucket, Key=n.partition("/")[2], Body=b"x"), names[::25]))
+    store = _store(proxy.endpoint)
+    store.delete(names, in_order=False)
+    assert _deletes(proxy) == (0, 2)
+    assert store.list_tree(bucket) == []
+
+
+def test_names_of_all_kinds_go(s3: S3Server, bucket: str, proxy: LoggingProxy) -> None:
+    made = [name for name in ODD if name != "\x01"]
+    for name in (*made, "stays"):
+        s3.client().put_object(Bucket=bucket, Key=name, Body=b"x")
+    store = _store(proxy.endpoint)
+    store.delete([f"{bucket}/{name}" for name in (*ODD, "absent")], in_order=False)
+    assert [info.path for info in store.list_tree(bucket)] == [f"{bucket}/stays"]
+    assert _deletes(proxy)[1] == 1
+
+
+def test_overwrite_removes_the_old_target_with_few_requests(
+    s3: S3Server, bucket: str, proxy: LoggingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**s3.env(), "AWS_ENDPOINT_URL": proxy.endpoint}.items():
+        monkeypatch.setenv(name, value)
+    s3.upload(DATA / "zero3_tiny", bucket, "run/tag")
+    many = [f"run/tag/old/{n}" for n in range(40)]
+    for key in many:
+        s3.client().put_object(Bucket=bucket, Key=key, Body=b"x")
+    source = SourceSpec(url=str(DATA / "zero3_tiny"))
+    request = ConvertRequest(source=source, target=f"s3://{bucket}/run/tag", to=TargetFormat.UNIVERSAL, overwrite=True)
+    load_engine().convert(request)
+    left = {i.path for i in _store(s3.endpoint).list_tree(f"{bucket}/run")}
+    assert not left & {f"{bucket}/{key}" for key in many}
+    one, requests = _deletes(proxy)
+    assert requests >= 2, "those that a loader needs go before the others"
+    assert one <= 5, "claim and journal"
+
+
+@contextmanager
+def _replying(*replies: tuple[int, str]) -> Generator[tuple[S3Store, list[str]]]:
+    """A store whose n-th answer to DeleteObjects is fixed, the last one for all after it; and what it was asked."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            status, body = replies[min(asked.count("POST"), len(replies) - 1)]
+            asked.append("POST")
+            self._reply(status, body)
+
+        def do_DELETE(self) -> None:
+            asked.append(self.path)
+            denied = "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+            self._reply(*((403, denied) if "denied" in self.path else (204, "")))
+
+        def _reply(self, status: int, body: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield _store(f"http://127.0.0.1:{server.server_port}"), asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(501, "NotImplemented"), (405, "MethodNotAllowed"), (400, "MalformedXML"), (400, "MissingContentMD5")],
+)
+def test_a_store_without_the_call_removes_one_by_one(status: int, code: str) -> None:
+    with _replying((status, f"<Error><Code>{code}</Code><Message>no</Message></Error>")) as (store, asked):
+        store.delete(["b/x", "b/y"], in_order=False)
+        store.delete(["b/x", "b/z"], in_order=False)
+    assert sorted(asked[-4:]) == ["/b/x", "/b/x", "/b/y", "/b/z"]
+    assert 1 <= asked.count("POST") <= 5, "botocore tries a 501 again; we do not ask a second time"
+
+
+def _result(*failed: tuple[str, str]) -> str:
+    errors = "".join(f"<Error><Key>{k}</Key><Code>{code}</Code></Error>" for k, code in failed)
+    return f'<DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{errors}</DeleteResult>'
+
+
+def test_a_key_that_failed_is_tried_again_and_its_error_told() -> None:
+    with _replying((200, _result(("slow", "SlowDown")))) as (store, asked):
+        store.delete(["b/x", "b/slow"], in_order=False)
+    assert asked == ["POST", "/b/slow"]
+    with (
+        _replying((200, _result(("denied", "AccessDenied")))) as (store, _asked),
+        pytest.raises(ReshardError, match=r"storage\.denied.*b/denied"),
+    ):
+        store.delete(["b/x", "b/denied"], in_order=False)
+
+
+def test_an_order_is_kept() -> None:
+    with _replying((200, _result())) as (store, asked):
+        store.delete(["b/first", "b/second"])
+    assert asked == ["/b/first", "/b/second"]
