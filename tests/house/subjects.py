@@ -25,7 +25,7 @@ SUBJECTS: Mapping[str, str] = {
     "verify": r"^tests/integrity/|verif|silent_corruption|read_back",
     "webhooks": r"webhook",
     "weights": r"weights|safetensors|slim|neutral|transformers",
-    "workers": r"^tests/distributed/|shared_(job|chaos|step|check)|many_workers|ensure_workers|test_helpers",
+    "workers": r"^tests/distributed/|shared_(job|chaos|step|check)|many_workers|test_ensure_callers|test_helpers",
 }
 """What the path and the name of a test say, in lower case, when it is of a subject."""
 

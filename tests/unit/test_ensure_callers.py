@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ import pytest
 
 import reshard
 from house.expected import raised, some
-from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same
+from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
 from house.waiting import wait_until
-from reshard.choices import JobState, OpaquePolicy, WeightDtype
+from reshard.choices import EnsureWorkers, JobState, OpaquePolicy, WeightDtype, ZeroStage
 from reshard.ensuring import converters as _converters
-from reshard.ensuring.election import Election
+from reshard.ensuring.converters import LocalConverter
+from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.local_checkpoints import finished
+from reshard.ensuring.together import SHARED_BYTES, Launch, Sharing
+from reshard.ensuring.world import fits, visible_processes
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, StorageError, from_problem
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Job, Problem
-from reshard.options import DeepSpeedOptions, SourceSpec
+from reshard.options import DeepSpeedOptions, NativeLayout, SourceSpec
 
 
 @pytest.fixture(autouse=True)
@@ -275,3 +279,180 @@ def test_a_failed_job_is_told_and_then_tried_again(checkpoint: Path, service: Se
         reshard.ensure(checkpoint, dp=3)
     assert finished(reshard.ensure(checkpoint, dp=3), ("global_step3",))
     assert [j.state for j in service.jobs.values()] == [JobState.FAILED, JobState.SUCCEEDED]
+
+
+# The processes that convert for `reshard.ensure`: by nodes, size and wish.
+
+
+TORCHRUN = {"WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+TORCHRUN |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+DEEPSPEED = {"WORLD_SIZE": "16", "RANK": "8", "LOCAL_RANK": "0", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
+SLURM = {"SLURM_NTASKS": "32", "SLURM_PROCID": "17", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NNODES": "4"}
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "12", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes", "number", "first"),
+    [
+        (TORCHRUN, 2, 1, False),
+        (DEEPSPEED, 2, 1, True),
+        (SLURM, 4, 2, False),
+        # A step has fewer nodes than its job.
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "3"}, 3, 2, False),
+        # `srun -n1 reshard ensure` in a job of four nodes.
+        ({**SLURM, "SLURM_NTASKS": "1"}, 1, 2, False),
+        # torchrun inside an allocation of Slurm.
+        ({**SLURM, **TORCHRUN}, 2, 1, False),
+        (MPIRUN, 3, 0, True),
+        ({"WORLD_SIZE": "8", "RANK": "3"}, 1, 0, True),
+        ({}, 1, 0, True),
+    ],
+    ids=["torchrun", "deepspeed", "slurm", "step", "one task", "torchrun in slurm", "mpirun", "bare", "none"],
+)
+def test_the_launcher_tells_of_nodes(environ: dict[str, str], nodes: int, number: int, first: bool) -> None:
+    found = Launch.of(environ)
+    assert (found.nodes, found.number, found.first_on_node) == (nodes, number, first)
+    assert found.node == f"{socket.gethostname()} {number}"
+
+
+def sharing(workers: str, environ: dict[str, str], *, possible: bool = True) -> Sharing:
+    return Sharing(EnsureWorkers(workers), Launch.of(environ), possible)
+
+
+def test_large_checkpoints_are_divided_among_nodes() -> None:
+    work = sharing("auto", TORCHRUN).among_nodes(SHARED_BYTES)
+    assert work is not None
+    assert (work.number, work.count) == (1, 2)
+    assert sharing("auto", TORCHRUN).among_nodes(SHARED_BYTES - 1) is None
+    assert sharing("nodes", TORCHRUN).among_nodes(1) is not None
+    assert sharing("1", TORCHRUN).among_nodes(1 << 50) is None
+    assert sharing("nodes", TORCHRUN, possible=False).among_nodes(1 << 50) is None
+    # One node: its processes share one network. In an object store nobody elects one of them.
+    alone = {**TORCHRUN, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    assert sharing("auto", alone).among_nodes(1 << 50) is None
+    assert sharing("auto", alone).among_all(SHARED_BYTES) is not None
+    assert sharing("auto", {}).among_all(1 << 50) is None
+
+
+def test_only_another_node_helps() -> None:
+    here = Launch.of(TORCHRUN).node
+    assert sharing("auto", TORCHRUN).helps(here) is None
+    assert sharing("auto", TORCHRUN).helps("another node 0") is not None
+    assert sharing("1", TORCHRUN).helps("another node 0") is None
+
+
+def test_other_words_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="workers is 'all'"):
+        reshard.ensure(tmp_path, dp=4, workers="all")
+
+
+def test_a_helper_raises_the_error_of_the_owner_that_has_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = make_save(tmp_path / "save")
+    reshard.ensure(save, dp=2)
+    (record,) = (save / ".reshard").glob("*.json")
+    record.unlink()
+    records, key = Records(str(save)), record.stem
+    owner = Election(str(record.with_suffix(".claim"))).claim()
+    assert owner is not None
+    layout = NativeLayout(dp=3)
+    records.invite(key, Invitation(nonce=owner.nonce, node="another node 0", path="out", layout=layout))
+    asked: list[str] = []
+    held = ExitStack()
+    held.enter_context(owner)
+
+    def help_until_the_end(_self: LocalConverter, request: ConvertRequest, *_: object) -> None:
+        asked.append(request.target)
+        records.withdraw(key)
+        records.tell_failure(key, owner.nonce, StorageError("storage.no_space", "full"))
+        held.close()
+        raise StorageError("storage.unavailable", "the helper's own")
+
+    monkeypatch.setattr(LocalConverter, "help", help_until_the_end)
+    with held, pytest.raises(StorageError, match="full"):
+        reshard.ensure(save, dp=2)
+    assert asked == [str(save / "out" / "global_step3")]
+
+
+# The layout that `reshard.ensure` makes for: from its arguments, the launcher and the source.
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "8", "SLURM_NTASKS": "2"}, 8),
+        ({"SLURM_NTASKS": "16"}, 16),
+        ({"SLURM_NTASKS": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "SLURM_NTASKS": "2"}, 4),
+        ({"PMI_SIZE": " 6 "}, 6),
+        ({"WORLD_SIZE": ""}, None),
+        ({"WORLD_SIZE": "1"}, 1),
+    ],
+    ids=str,
+)
+def test_the_visible_world(environ: dict[str, str], expected: int | None) -> None:
+    assert visible_processes(environ) == expected
+
+
+def inspection(**facts: Any) -> Inspection:
+    found = load_engine().inspect(SourceSpec(url=str(DATA / "zero2_tiny")))
+    return found.model_copy(update=facts)
+
+
+def test_the_layout_is_what_the_world_leaves() -> None:
+    found = inspection(world={"dp": 2, "tp": 2, "pp": 1})
+    world = {"environ": {"WORLD_SIZE": "12"}}
+    assert wanted(**world).layout(found) == NativeLayout(dp=6, tp=2)
+    assert wanted(tp=1, pp=3, **world).layout(found) == NativeLayout(dp=4, pp=3)
+    assert wanted(dp=5, zero_stage=2, **world).layout(found) == NativeLayout(dp=5, tp=2)
+    assert wanted(dp=5, zero_stage="3", environ={}).layout(found).zero_stage is ZeroStage.STAGE_3
+    with pytest.raises(RequestError, match="12 processes cannot be shared out over tp=5 x pp=1"):
+        wanted(tp=5, **world).layout(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"environ": {}},
+        {"environ": {"WORLD_SIZE": "many"}},
+        {"dp": 0, "environ": {}},
+        {"dp": 2, "tp": -1, "environ": {}},
+        {"dp": 2, "zero_stage": 4, "environ": {}},
+        {"dp": 2, "dtype": "int8", "environ": {}},
+    ],
+    ids=str,
+)
+def test_wishes_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        wanted(**options)
+    assert caught.value.code == "request.invalid"
+    if options == {"environ": {}}:
+        assert "--dp N" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("facts", "layout", "dtype", "expected"),
+    [
+        ({}, {"dp": 2}, None, True),
+        ({}, {"dp": 2, "zero_stage": "2"}, None, True),
+        ({}, {"dp": 2, "zero_stage": "1"}, None, False),
+        ({}, {"dp": 3}, None, False),
+        ({}, {"dp": 2, "tp": 2}, None, False),
+        ({}, {"dp": 2, "ep": 2}, None, False),
+        ({}, {"dp": 2}, "bf16", True),
+        ({}, {"dp": 2}, "fp16", False),
+        ({"world": {"dp": 2, "tp": 2, "pp": 2}}, {"dp": 2, "tp": 2, "pp": 2}, None, True),
+        ({"zero_stage": 3}, {"dp": 2}, None, True),
+        ({"zero_stage": 3}, {"dp": 2}, "bf16", False),  # masters do not say what the model's type is
+        ({"zero_stage": 0}, {"dp": 7}, None, True),  # every rank loads the one file
+        ({"zero_stage": None, "world": {}}, {"dp": 1}, None, False),  # the universal form needs an option
+        ({"zero_stage": 1, "format": "deepspeed-bf16-optimizer"}, {"dp": 2, "zero_stage": "bf16"}, None, True),
+        ({"zero_stage": 1, "format": "deepspeed-bf16-optimizer"}, {"dp": 2, "zero_stage": "1"}, None, False),
+    ],
+    ids=str,
+)
+def test_what_fits(facts: dict[str, Any], layout: dict[str, Any], dtype: str | None, expected: bool) -> None:
+    asked = None if dtype is None else WeightDtype(dtype)
+    assert fits(inspection(**facts), NativeLayout.model_validate(layout), asked) is expected

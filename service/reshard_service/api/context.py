@@ -178,7 +178,7 @@ Context = Annotated[ServiceContext, Depends(context_of)]
 # The caller of a request as a parameter of its route, with the scope that the route needs.
 #
 # `AccessControl` has found the caller before. A route without such a parameter would serve callers without any scope;
-# `tests/unit/test_route_scopes.py` finds it.
+# `tests/unit/test_service_parts.py` finds it.
 
 _BEARER = HTTPBearer(
     auto_error=False,

@@ -1,0 +1,108 @@
+"""Parts of the service alone: probes that end with their request, connections with timeouts, a scope for each route."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
+
+from reshard.choices import TokenScope
+from reshard.options import SourceSpec
+from reshard_jobs.database import POSTGRES_TIMEOUTS, engine_of
+from reshard_jobs.limits import Roots
+from reshard_jobs.settings import JobSettings
+from reshard_service.app import create_app
+from reshard_service.probes.pool import Prober
+from reshard_service.settings import ServiceSettings
+
+NEVER_READY = "import os, signal, sys; open(sys.argv[1], 'w').write(str(os.getpid())); signal.pause()"
+
+
+def test_a_probe_that_is_still_importing_ends_with_its_request(tmp_path: Path) -> None:
+    place = tmp_path / "started"
+    os.mkfifo(place)
+    prober = Prober(ServiceSettings(probe_command=(sys.executable, "-c", NEVER_READY, str(place))))
+
+    async def ask() -> int:
+        source = SourceSpec(url=str(tmp_path))
+        asked = asyncio.create_task(prober.inspect(source, roots=Roots.parse(str(tmp_path)), limit_s=3600))
+        pid = int(await asyncio.to_thread(place.read_text))
+        asked.cancel()  # as its deadline does
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        return pid
+
+    pid = asyncio.run(ask())
+    try:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+# Connections to PostgreSQL have timeouts, which the URL may change.
+
+
+def test_a_server_that_never_answers_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        engine = engine_of(f"postgresql://user@127.0.0.1:{port}/jobs?connect_timeout=2&gssencmode=disable")
+        asked: list[dict[str, Any]] = []
+        event.listen(engine, "do_connect", lambda _dialect, _record, _arguments, named: asked.append(named))
+        began = time.monotonic()
+        with pytest.raises(OperationalError, match="timeout"):
+            engine.connect()
+    # libpq may round two seconds up.
+    assert 1 < time.monotonic() - began < 9
+    (named,) = asked
+    assert {name: named[name] for name in POSTGRES_TIMEOUTS} == {**POSTGRES_TIMEOUTS, "connect_timeout": "2"}
+
+
+# Every operation of the API needs a scope and says so in the schema; only the probes of load balancers need none.
+
+
+# FastAPI puts its alias of a body beside the model, for which pydantic warns; the application is built without it.
+OPEN = {"/healthz", "/readyz"}
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    directory = tmp_path_factory.mktemp("schema")
+    settings = ServiceSettings(token="t", jobs=JobSettings(database_url=f"sqlite:///{directory}/jobs.db"))
+    paths = create_app(settings).openapi()["paths"]
+    return {(path, verb): operation for path, verbs in paths.items() for verb, operation in verbs.items()}
+
+
+def test_every_operation_needs_one_scope(operations: dict[tuple[str, str], Any]) -> None:
+    assert len(operations) > 15
+    for (path, verb), operation in operations.items():
+        if path in OPEN:
+            assert "security" not in operation
+            continue
+        scopes = [scope for entry in operation["security"] for found in entry.values() for scope in found]
+        assert len(scopes) == 1, (path, verb, scopes)
+        assert scopes[0] in set(TokenScope)
+        assert "403" in operation["responses"], (path, verb)
+
+
+def test_reading_and_changing_need_different_scopes(operations: dict[tuple[str, str], Any]) -> None:
+    for (path, verb), operation in operations.items():
+        if path in OPEN:
+            continue
+        (scope,) = operation["security"][0]["HTTPBearer"]
+        admin = path.startswith(("/v1/tokens", "/v1/tenants", "/v1/audit"))
+        admin = admin or (path.startswith("/v1/webhooks") and verb != "get")
+        assert (scope == "admin") == admin, (path, verb)
+        assert (scope == "read") == (verb == "get" and not admin), (path, verb)
+        assert (scope == "cancel") == path.endswith("/cancel")
