@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
+from house.waiting import wait_until
 from oracle.launcher import Worlds
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
@@ -260,10 +261,7 @@ def test_a_killed_worker_costs_no_finished_part(site: Site, expected: dict[str, 
     family = tree_of(first.pid)
     first.kill()
     # Its pool process and its engine process die with it.
-    deadline = time.monotonic() + 3
-    while any(member.is_running() and member.status() != "zombie" for member in family):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not any(member.is_running() and member.status() != "zombie" for member in family), timeout_s=3)
     assert site.client.get(job.id).done is False
     assert MANIFEST not in site.written("killed")
     units, finished = journaled(site.s3, "killed")

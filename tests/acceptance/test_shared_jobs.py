@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from checkpoints import write_zero_checkpoint
 
 from house.measured import say
 from house.requests import asked
+from house.waiting import wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.local import load_engine
@@ -73,10 +73,7 @@ class Site:
         self.proxy.pause_s = lambda method, target: pause_s if method == "PUT" and "partNumber" in target else 0.0
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not ready():
-            assert time.monotonic() < deadline, f"not in time: {what}"
-            time.sleep(0.05)
+        wait_until(ready, timeout_s=timeout_s, what=lambda: f"not in time: {what}")
 
     def at_work(self, job: Job) -> int:
         """The number of workers that are at the job now."""

@@ -24,6 +24,7 @@ from checkpoints import write_zero_checkpoint
 
 from house.measured import say
 from house.requests import asked
+from house.waiting import wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import ReshardError
@@ -171,7 +172,7 @@ def test_every_byte_is_right_and_nothing_stays(site: Site, source: Path, tmp_pat
         else:
             found = {p.name: p.read_bytes() for p in (site.targets / f"out{number}").iterdir()}
         assert {name: data for name, data in found.items() if name != MANIFEST_NAME} == wanted, number
-    wait_until(lambda: strays(site) == [], 60, lambda: f"strays: {strays(site)}")
+    wait_until(lambda: strays(site) == [], timeout_s=60, what=lambda: f"strays: {strays(site)}")
     helped = sum(len(job.workers) > 1 for job in ended)
     say(
         f"topology chaos: {JOBS} conversions, {sum(site.done.values())} faults {dict(site.done)} in "
@@ -199,7 +200,7 @@ def test_a_disk_that_fills_is_freed_within_a_minute(site: Site, disk: Path) -> N
     took: list[float] = []
     for number in range(FULL):
         job = site.client.submit(f"s3://{site.bucket}/run", str(disk / f"out{number}"), **OPTIONS)
-        wait_until(lambda: used(disk) > 0, 60, lambda: "nothing was written")
+        wait_until(lambda: used(disk) > 0, timeout_s=60, what=lambda: "nothing was written")
         filler = disk / "filler"
         with suppress(OSError), filler.open("wb") as file:
             while file.write(bytes(1 << 16)):
@@ -210,7 +211,7 @@ def test_a_disk_that_fills_is_freed_within_a_minute(site: Site, disk: Path) -> N
         assert ended.error is not None
         assert ended.error.code in {"storage.no_space", "storage.no_room"}, ended.error
         filler.unlink()
-        wait_until(lambda: os.listdir(disk) == [], FREED_S, lambda: f"still there: {os.listdir(disk)}")
+        wait_until(lambda: os.listdir(disk) == [], timeout_s=FREED_S, what=lambda: f"still there: {os.listdir(disk)}")
         took.append(time.monotonic() - failed_at)
     say(f"a disk that fills: {FULL} jobs, files gone {max(took):.1f} s after the failure at the latest")
 
@@ -236,11 +237,3 @@ def strays(site: Site) -> list[str]:
     names = {f"out{n}" for n in range(JOBS)} | {"latest", "run"}
     found = [key for key in keys if key.partition("/")[0] not in names or ".reshard" in key.partition("/")[2]]
     return [*found, *uploads, *(name for name in os.listdir(site.targets) if name not in names)]
-
-
-def wait_until(ready: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
-    """Return when `ready()` holds, or fail with what is so instead."""
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.1)

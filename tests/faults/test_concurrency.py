@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -122,12 +121,8 @@ def test_one_plan_four_times_on_local_files(small_root: Path) -> None:
 
 
 @pytest.fixture
-def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def bucket(bucket: str, s3: S3Server, tmp_path: Path) -> str:
     """A bucket with a checkpoint whose largest tensors are uploaded in two parts."""
-    for name, value in s3.env().items():
-        monkeypatch.setenv(name, value)
-    bucket = f"race-{os.urandom(4).hex()}"
-    s3.make_bucket(bucket)
     write_zero_checkpoint(tmp_path / "run", [("embed.weight", (1500, 1024)), ("bias", (7,))], stage=3, ranks=2)
     s3.upload(tmp_path / "run", bucket, "run")
     return bucket

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 
 def wait_until(
-    ready: Callable[[], bool],
+    ready: Callable[[], object],
     *,
     timeout_s: float = 30.0,
     pause_s: float = 0.05,

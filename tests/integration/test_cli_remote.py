@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 import reshard
 from house.repository import ROOT
+from house.waiting import wait_until
 from reshard.choices import JobState
 from reshard.models.jobs import Job, JobEvent
 from servers.scripted import scripted, units_done
@@ -91,10 +91,7 @@ def test_the_list_says_what_a_job_was_how_far_it_is_and_why_it_failed(shell: She
         # A plan that takes longer than a request may becomes a job that writes nothing.
         body = {"source": {"url": shell.source(plan_s=6, units=5)}, "target": "/planned", "to": "universal"}
         planned = httpx.post(f"{shell.url}/v1/plans", json=body, timeout=30).json()["id"]
-        deadline = time.monotonic() + 30
-        while not units_done(shell.directory / "y"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: units_done(shell.directory / "y"), timeout_s=30)
         client.wait(failed.id, timeout_s=30)
         header, *lines = shell.run("jobs", "list").stdout.splitlines()
         client.cancel(slow.id)
@@ -128,10 +125,7 @@ def test_timeouts_detach_and_cancel(shell: Shell) -> None:
     assert "re-attach: reshard jobs watch job_" in late.stderr
     with client_of(shell.url) as client:
         job = client.list(page_size=1).jobs[0]
-        deadline = time.monotonic() + 10
-        while not units_done(target):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: units_done(target), timeout_s=10)
         # Whoever runs the tests in the background may have told all of them to ignore it.
         argv = ["env", "--default-signal=INT", *RESHARD, "jobs", "watch", job.id]
         with subprocess.Popen(argv, env=shell.env(), stderr=subprocess.PIPE, text=True) as watching:

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from house.waiting import wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import ReshardError
@@ -49,10 +50,7 @@ class Site:
         return self.client.wait(job.id, timeout_s=60)
 
     def await_units(self, name: str, count: int) -> None:
-        deadline = time.monotonic() + 20
-        while len(units_done(self.directory / name)) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: len(units_done(self.directory / name)) >= count, timeout_s=20)
 
 
 @pytest.fixture

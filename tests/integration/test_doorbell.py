@@ -18,6 +18,7 @@ import pytest
 import redis as redis_client
 from celery import Celery
 
+from house.waiting import wait_until
 from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
@@ -140,10 +141,7 @@ def test_many_jobs_leave_few_messages_and_no_worker_idle(service: Service, two_w
     given_back = service.submit("long", units=400, unit_s=0.05)
     owner = _owner_of_a_runner(two_workers)
     assert owner.stop(signal.SIGTERM) == 0
-    deadline = time.monotonic() + 20
-    while service.store.get(given_back.id).attempt < 2:
-        assert time.monotonic() < deadline, "nobody heard of the job that was given back"
-        time.sleep(0.05)
+    wait_until(lambda: service.store.get(given_back.id).attempt >= 2, timeout_s=20, what=lambda: "nobody heard of it")
 
 
 def test_a_lost_message_is_rung_again_and_a_message_too_many_costs_no_process(service: Service) -> None:
@@ -159,10 +157,7 @@ def test_a_lost_message_is_rung_again_and_a_message_too_many_costs_no_process(se
         between = service.ended(service.submit("between", units=1))
         assert between.state is JobState.SUCCEEDED
         assert wait_s(between) < 10
-        deadline = time.monotonic() + 30
-        while service.waiting():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: not service.waiting(), timeout_s=30)
         assert service.ended(service.submit("after", units=1)).state is JobState.SUCCEEDED
         assert _pool_processes(worker) == before
         # A service with nothing to do says nothing.

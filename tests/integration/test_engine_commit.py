@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -142,14 +141,10 @@ def test_discard_removes_staging(big: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Generator[str]:
-    """A bucket of its own, with the environment that reaches it."""
-    for name, value in s3.env().items():
-        monkeypatch.setenv(name, value)
-    name = f"test-{os.urandom(6).hex()}"
-    s3.make_bucket(name)
-    yield name
-    uploads = s3.client().list_multipart_uploads(Bucket=name).get("Uploads") or []
+def bucket(bucket: str, s3: S3Server) -> Generator[str]:
+    """A bucket in which no upload is left behind."""
+    yield bucket
+    uploads = s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads") or []
     assert uploads == [], "a multipart upload was left behind"
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import update
 
 from house.repository import ROOT
+from house.waiting import wait_until
 from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
@@ -152,28 +152,21 @@ def test_what_workers_did_is_counted(stack: Stack, tmp_path: Path) -> None:
             assert peak is not None
             assert 10 << 20 < float(peak[1]) < 2 << 30
             long = client.submit(scripted(units=200, unit_s=0.1), str(tmp_path / "long"), to="universal")
-            wait_for(lambda: sum(samples(url, "reshard_tenant_job_bytes_done", "state").values()) > 0)
+            wait_until(lambda: sum(samples(url, "reshard_tenant_job_bytes_done", "state").values()) > 0)
             assert samples(url, "reshard_tenant_jobs", "tenant") == {"default": 1.0}
             assert samples(url, "reshard_tenant_job_bytes", "state") == {"RUNNING": 200_000.0}
             end_tree(worker)
         with stack.worker():
             # Its lease expires, and another worker takes it.
-            wait_for(lambda: samples(url, "reshard_attempts_total", "end")["lost"] == 1)
+            wait_until(lambda: samples(url, "reshard_attempts_total", "end")["lost"] == 1)
             client.cancel(long.id)
             assert client.wait(long.id, timeout_s=30).state is JobState.CANCELLED
-            wait_for(lambda: samples(url, "reshard_attempts_total", "end")["cancelled"] == 1)
+            wait_until(lambda: samples(url, "reshard_attempts_total", "end")["cancelled"] == 1)
         ends = {end: count for end, count in samples(url, "reshard_attempts_total", "end").items() if count}
         assert ends == {"succeeded": 2, "retried": 1, "failed": 1, "lost": 1, "cancelled": 1}
         errors = {code: n for code, n in samples(url, "reshard_store_errors_total", "code").items() if n}
         assert errors == {"storage.unavailable": 1}
         assert samples(url, "reshard_tenant_write_bytes_total", "tenant") == {"default": 4000.0}
-
-
-def wait_for(ready: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_many_tenants_are_few_labels() -> None:

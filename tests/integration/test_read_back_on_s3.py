@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+<<<<<<< HEAD
 import pytest
 
 from house.requests import asked
+=======
+>>>>>>> dfb9f25 (Give tests a bucket of their own with one fixture, and wait in one way)
 from oracle.outputs import contents
 from reshard.choices import TargetFormat
 from reshard.local import load_engine
@@ -22,11 +24,7 @@ def _convert(source: Path | str, target: Path | str, to: TargetFormat, **options
     load_engine().convert(asked(source=SourceSpec(url=str(source)), target=str(target), to=to, **options))
 
 
-def test_from_store_to_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in s3.env().items():
-        monkeypatch.setenv(name, value)
-    bucket = f"test-{os.urandom(6).hex()}"
-    s3.make_bucket(bucket)
+def test_from_store_to_store(s3: S3Server, bucket: str, tmp_path: Path) -> None:
     root, source = f"s3://{bucket}", DATA / "zero3_tiny"
     _convert(source, f"{root}/run/first", TargetFormat.UNIVERSAL)
     _convert(f"{root}/run", f"{root}/again/first", TargetFormat.UNIVERSAL)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from house.waiting import wait_until
 from reshard.choices import JobState
 from reshard.errors import RequestError
 from reshard_service.app import create_app
@@ -68,10 +69,7 @@ def test_jobs_run_and_the_end_is_clean(tmp_path: Path) -> None:
         job_id = create_job(tmp_path, "out", units=4)
         assert client.wait(job_id, timeout_s=20).state is JobState.SUCCEEDED
         long = create_job(tmp_path, "long", units=400, unit_s=0.05)
-        deadline = time.monotonic() + 10
-        while len(units_done(tmp_path / "long")) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: len(units_done(tmp_path / "long")) >= 2, timeout_s=10)
         family = tree_of(process.pid)
         # The API, its probe that waits, the executor, and the engine of the job.
         assert len(family) == 4
@@ -83,10 +81,7 @@ def test_jobs_run_and_the_end_is_clean(tmp_path: Path) -> None:
         assert client.cancel(long).state is JobState.CANCELLING
         assert client.wait(long, timeout_s=10).state is JobState.CANCELLED
         again = create_job(tmp_path, "killed", units=400, unit_s=0.05)
-        deadline = time.monotonic() + 10
-        while len(units_done(tmp_path / "killed")) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: len(units_done(tmp_path / "killed")) >= 2, timeout_s=10)
         family = tree_of(process.pid)
         process.kill()
         assert gone(family[1:], within_s=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bucket(s3: S3Server, save: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in s3.env().items():
-        monkeypatch.setenv(name, value)
-    bucket = f"test-{os.urandom(6).hex()}"
-    s3.make_bucket(bucket)
+def bucket(bucket: str, s3: S3Server, save: Path) -> str:
     s3.upload(save, bucket, "run")
     return bucket
 

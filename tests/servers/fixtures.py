@@ -61,6 +61,14 @@ def s3(request: pytest.FixtureRequest) -> S3Server:
 
 
 @pytest.fixture
+def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A bucket of its own, and an environment that finds its server."""
+    for name, value in s3.env().items():
+        monkeypatch.setenv(name, value)
+    return s3.new_bucket()
+
+
+@pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
     """A new SQLite job database."""
     return f"sqlite:///{tmp_path / 'jobs.db'}"

@@ -47,6 +47,12 @@ class S3Server:
             region_name="us-east-1",
         )
 
+    def new_bucket(self) -> str:
+        """Create a bucket that no other test has; its name."""
+        name = f"test-{os.urandom(6).hex()}"
+        self.make_bucket(name)
+        return name
+
     def make_bucket(self, name: str) -> None:
         """Create a bucket."""
         self.client().create_bucket(Bucket=name)
