@@ -1,13 +1,12 @@
 """Fixtures of the oracle's own tests."""
 
 from oracle.conversions import bf16_spread, universal
-from oracle.dcp_fixtures import fsdp, saved
-from oracle.fixtures import oracle, trained, worlds
-from oracle.parallel_fixtures import parallel, trained_on
-from servers.fixtures import s3
+from oracle.fixtures import fsdp, oracle, parallel, saved, trained, trained_on, worlds
+from servers.fixtures import bucket, s3
 
 __all__ = [
     "bf16_spread",
+    "bucket",
     "fsdp",
     "oracle",
     "parallel",

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from oracle.cases import CASES, Case, Stage
-from oracle.driver import Resumed, Trained
+from oracle.driver import Trained
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import Universal, cast, convert, plain, raw, read_universal
-from oracle.truth import NOT_LOADED_BY_UNIVERSAL, RawTensor, Truth, differences, meta_differences
+from oracle.truth import NOT_LOADED_BY_UNIVERSAL, RawTensor, Resumed, Truth, differences, meta_differences
 
 MODULE_KINDS = ("module", "frozen", "buffer")
 UNIVERSAL_CASES = tuple(name for name in CASES if name != "z0_before_first_step")

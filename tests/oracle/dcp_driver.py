@@ -13,7 +13,7 @@ from typing import Any, Literal
 from oracle.cases import Case
 from oracle.dcp_cases import FsdpRun, Mesh
 from oracle.launcher import Worlds
-from oracle.truth import Truth, differences, meta_differences
+from oracle.truth import Resumed, Truth, differences, meta_differences
 
 Framework = Literal["torch", "accelerate", "lightning", "titan", "trainer", "zero"]
 TIMEOUT_S = 120.0
@@ -56,14 +56,6 @@ class Saved:
                 return self.folder / "output" / "checkpoint-3"
             case "zero":
                 return self.folder / "ckpt"
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint as a consumer has it: its state right after loading, and the losses of its next steps."""
-
-    state: Truth
-    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -145,16 +137,14 @@ class FsdpOracle:
                 got = self._run("dcp_zero:load", case=run.model.to_json(), path=str(path), out=str(out), **shared)
             case "torch":
                 raise ValueError("several at once: resume_all")
-        return Resumed(Truth(out / "resumed.safetensors", out / "resumed.json"), tuple(got["losses"]))
+        return Resumed.of(out, got["losses"])
 
     def resume_all(self, jobs: Sequence[Job]) -> list[Resumed | str]:
         """Resumes checkpoints on meshes of one size by ``dcp.load`` and torch's functions; errors as text."""
         (world,) = {job.run.mesh.world for job in jobs}
         results = self._run("dcp_load:torch_only", world, jobs=[job.to_json() for job in jobs])
         return [
-            result["error"]
-            if "error" in result
-            else Resumed(Truth(job.out / "resumed.safetensors", job.out / "resumed.json"), tuple(result["losses"]))
+            result["error"] if "error" in result else Resumed.of(job.out, result["losses"])
             for job, result in zip(jobs, results, strict=True)
         ]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from oracle.dcp_driver import TIMEOUT_S, Resumed
+from oracle.dcp_driver import TIMEOUT_S
 from oracle.launcher import Worlds
-from oracle.truth import Truth
+from oracle.truth import Resumed, Truth
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 6},

@@ -1,31 +1,28 @@
-"""The oracle as tests call it: typed wrappers around the rank functions.  Imports neither torch nor DeepSpeed."""
+"""The oracles as tests call them: typed wrappers around the rank functions.  Imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from oracle.cases import Case
 from oracle.launcher import Worlds
-from oracle.truth import Truth
+from oracle.parallel_cases import Layout, ParallelCase
+from oracle.truth import Resumed, Truth
 
 
 @dataclass(frozen=True)
-class Trained:
+class Saved:
     """A checkpoint of a real run and everything known about it.
 
     Attributes:
-        case: what was trained.
-        world: data-parallel ranks that wrote it.
-        dir: the save folder: ``latest``, ``<tag>/`` and the truth.
+        dir: the save folder: ``latest`` and ``<tag>/``; the truth lies beside it, so that no reader trips over it.
         tag: the tag saved.
         losses_before: global losses up to the save.
         losses_after: the uninterrupted run's losses after the save.
     """
 
-    case: Case
-    world: int
     dir: Path
     tag: str
     losses_before: tuple[float, ...]
@@ -38,23 +35,21 @@ class Trained:
 
     @property
     def truth(self) -> Truth:
-        """The logical state at the save; kept beside the checkpoint folder, so that no reader trips over it."""
+        """The logical state at the save: tensors whole over all kinds of ranks, vocabularies without padding."""
         return Truth(self.dir.parent / "truth.safetensors", self.dir.parent / "truth.json")
+
+    @property
+    def initial(self) -> Truth:
+        """The logical state of a parallel run before the first step."""
+        return Truth(self.dir.parent / "initial.safetensors", self.dir.parent / "initial.json")
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """What DeepSpeed made of a checkpoint: its state right after loading, and the losses of its next steps."""
+class Trained(Saved):
+    """A checkpoint of a case on so many data-parallel ranks."""
 
-    state: Truth
-    losses: tuple[float, ...]
-    out: Path
-
-    @property
-    def wrong_weights(self) -> list[str]:
-        """Parameters whose model-dtype weight was not the rounded master after loading."""
-        names: list[str] = self.state.meta["wrong_weights"]
-        return names
+    case: Case
+    world: int
 
 
 class Oracle:
@@ -75,7 +70,7 @@ class Oracle:
             steps_after=steps_after,
         )
         got: dict[str, Any] = results[0]
-        return Trained(case, world, save_dir, got["tag"], tuple(got["losses_before"]), tuple(got["losses_after"]))
+        return Trained(save_dir, got["tag"], tuple(got["losses_before"]), tuple(got["losses_after"]), case, world)
 
     def resume_universal(
         self,
@@ -131,8 +126,7 @@ class Oracle:
             steps=steps,
             restore_from=str(restore_from.tensors_path) if restore_from else None,
         )
-        state = Truth(out / "resumed.safetensors", out / "resumed.json")
-        return Resumed(state, tuple(results[0]["losses"]), out)
+        return Resumed.of(out, results[0]["losses"])
 
     def peer_fp32(self, checkpoint_dir: Path, out: Path, *, tag: str | None = None) -> str | None:
         """Consolidates with zero_to_fp32 into the safetensors file ``out``; its error's text, or None."""
@@ -176,3 +170,69 @@ class Oracle:
         got = run("oracle.planted:plant", world=1, tag_dir=str(tag_dir), patterns=patterns, half_patterns=half_patterns)
         elems: int = got[0]["partition"]
         return elems
+
+
+class ParallelOracle:
+    """Trains and resumes with DeepSpeed itself, on layouts of several kinds of ranks."""
+
+    def __init__(self, worlds: Worlds) -> None:
+        self.worlds = worlds
+
+    def train(self, case: ParallelCase, layout: Layout, folder: Path, *, steps_after: int = 3) -> Saved:
+        """Trains ``case`` on ``layout`` and saves it under ``folder/ckpt``, with the truth in ``folder``."""
+        save_dir = folder / "ckpt"
+        got: dict[str, Any] = self.worlds.run(
+            "oracle.parallel_train:train_and_save",
+            world=layout.world,
+            case=case.to_json(),
+            layout=asdict(layout),
+            save_dir=str(save_dir),
+            truth_dir=str(folder),
+            steps_after=steps_after,
+        )[0]
+        return Saved(save_dir, got["tag"], tuple(got["losses_before"]), tuple(got["losses_after"]))
+
+    def resume(
+        self,
+        case: ParallelCase,
+        layout: Layout,
+        load_dir: Path,
+        out: Path,
+        *,
+        tag: str | None = None,
+        steps: int = 3,
+        load_universal: bool = False,
+    ) -> Resumed:
+        """A new run with other weights on ``layout`` that loads by plain ``engine.load_checkpoint``.
+
+        Args:
+            case: the target run; its stage may differ from the source's.
+            layout: its ranks.
+            load_dir: the folder above the tag.
+            out: folder for the dump.
+            tag: folder name; ``latest`` decides if None.
+            steps: steps to train after loading.
+            load_universal: the checkpoint is a universal one.
+
+        Raises:
+            WorldError: DeepSpeed or the model refused; the traceback is in it.
+            AssertionError: an argument that Megatron compares differs.
+        """
+        results = self.worlds.run(
+            "oracle.parallel_train:resume",
+            world=layout.world,
+            case=case.to_json(),
+            layout=asdict(layout),
+            load_dir=str(load_dir),
+            tag=tag,
+            out=str(out),
+            steps=steps,
+            load_universal=load_universal,
+        )
+        assert results[0]["differing_args"] == []
+        return Resumed.of(out, results[0]["losses"])
+
+    def expert_files(self, tag_dir: Path, out: Path) -> Truth:
+        """The weights that stand in a checkpoint's expert files, as ``module/<name>``."""
+        self.worlds.run("oracle.parallel_moe:expert_files", world=1, tag_dir=str(tag_dir), out=str(out))
+        return Truth(out, out)

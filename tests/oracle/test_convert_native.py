@@ -30,11 +30,11 @@ from oracle.conversions import (
     hyper_parameters_of,
     target_of,
 )
-from oracle.driver import Oracle, Resumed, Trained
+from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.launcher import WorldError
 from oracle.outputs import convert, raw, read_bin, read_safetensors, read_universal, tensor_of
-from oracle.truth import NOT_LOADED_BY_UNIVERSAL, RawTensor, Truth, differences, meta_differences
+from oracle.truth import NOT_LOADED_BY_UNIVERSAL, RawTensor, Resumed, Truth, differences, meta_differences
 from reshard.errors import RequestError, SourceError
 from reshard.options import NativeLayout
 

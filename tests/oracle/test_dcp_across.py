@@ -18,13 +18,12 @@ import reshard
 from house.tiers import rest_full
 from oracle.conversions import BF16_SPREAD, agree
 from oracle.dcp_cases import RUNS, FsdpRun, Mesh
-from oracle.dcp_driver import Framework, FsdpOracle, Job, Resumed, Saved, problems, zero_run
-from oracle.dcp_fixtures import SavedFactory
+from oracle.dcp_driver import Framework, FsdpOracle, Job, Saved, problems, zero_run
 from oracle.dcp_reading import dcp_convert
 from oracle.driver import Oracle
-from oracle.fixtures import TrainedFactory
+from oracle.fixtures import SavedFactory, TrainedFactory
 from oracle.outputs import contents
-from oracle.truth import differences
+from oracle.truth import Resumed, differences
 from reshard.errors import RequestError, SourceError
 from reshard.models.jobs import ConvertResult
 

@@ -13,9 +13,10 @@ import pytest
 from house.tiers import rest_full
 from oracle.conversions import agree
 from oracle.dcp_cases import GRAMMARS, RUNS, VARIANTS, FsdpRun, Mesh
-from oracle.dcp_driver import Framework, FsdpOracle, Job, Resumed, Saved, problems, zero_run
-from oracle.dcp_fixtures import SavedFactory
+from oracle.dcp_driver import Framework, FsdpOracle, Job, Saved, problems, zero_run
+from oracle.fixtures import SavedFactory
 from oracle.launcher import WorldError
+from oracle.truth import Resumed
 
 LOADABLE = tuple(kind for kind in (*GRAMMARS, *VARIANTS) if kind != "no_collectives")
 TWO_BY_ONE = Mesh(1, tensor=2)

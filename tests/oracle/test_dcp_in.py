@@ -15,8 +15,8 @@ from house.expected import raised
 from house.tiers import rest_full
 from oracle.dcp_cases import GRAMMARS, HUGGING_FACE, LOST, RUNS, VARIANTS, FsdpRun
 from oracle.dcp_driver import Framework
-from oracle.dcp_fixtures import SavedFactory
 from oracle.dcp_reading import dcp_convert, universal_problems, weights_problems
+from oracle.fixtures import SavedFactory
 from oracle.outputs import read_safetensors
 from reshard.errors import SourceError
 

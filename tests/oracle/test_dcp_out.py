@@ -13,10 +13,11 @@ import pytest
 from house.tiers import rest_full
 from oracle.conversions import agree
 from oracle.dcp_cases import RUNS, FsdpRun, Mesh
-from oracle.dcp_driver import Framework, FsdpOracle, Job, Resumed, Saved, problems
-from oracle.dcp_fixtures import SavedFactory, need
+from oracle.dcp_driver import Framework, FsdpOracle, Job, Saved, problems
 from oracle.dcp_reading import dcp_convert
+from oracle.fixtures import SavedFactory, need
 from oracle.outputs import contents
+from oracle.truth import Resumed
 from reshard.errors import RequestError
 
 TWO_BY_ONE = Mesh(1, tensor=2)

@@ -28,12 +28,12 @@ import reshard
 from house.shared import made_once
 from house.tiers import rest_full
 from oracle.conversions import agree
-from oracle.dcp_driver import Resumed, problems
+from oracle.dcp_driver import problems
 from oracle.dcp_peft import base_of
 from oracle.dcp_peft_cases import OPTIONS, resume_adapter, train_adapter
 from oracle.launcher import WorldError, Worlds
 from oracle.outputs import raw, read_safetensors, tensor_of
-from oracle.truth import RawTensor, Truth
+from oracle.truth import RawTensor, Resumed, Truth
 
 pytestmark = [
     # What PEFT 0.21 asks transformers 5.23, and says of GPT-2 where a configuration was made: it sets the option.

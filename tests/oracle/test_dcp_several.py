@@ -20,10 +20,10 @@ from house.shared import made_once
 from house.tiers import rest_full
 from oracle.conversions import agree
 from oracle.dcp_cases import EMA_LAYOUTS, RUNS, FsdpRun, Mesh
-from oracle.dcp_driver import TIMEOUT_S, FsdpOracle, Resumed, Saved, problems, zero_run
+from oracle.dcp_driver import TIMEOUT_S, FsdpOracle, Saved, problems, zero_run
 from oracle.dcp_reading import universal_problems
 from oracle.outputs import read_safetensors
-from oracle.truth import Truth
+from oracle.truth import Resumed, Truth
 from reshard.errors import SourceError
 
 TAG = "global_step3"

@@ -18,11 +18,10 @@ import torch
 
 import reshard
 from house.tiers import rest_full
-from oracle.driver import Oracle
+from oracle.driver import Oracle, ParallelOracle, Saved
 from oracle.outputs import contents, convert
 from oracle.parallel_cases import VOCAB, Layout, MegatronCase
-from oracle.parallel_driver import ParallelOracle, Reloaded, Saved
-from oracle.truth import Truth, differences, meta_differences
+from oracle.truth import Resumed, Truth, differences, meta_differences
 from reshard.choices import VerifyLevel, WeightDecayGroups, ZeroStage
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
@@ -60,7 +59,7 @@ def _padding(state: Truth) -> dict[str, Any]:
     return found
 
 
-def _assert_holds(run: Saved, again: Reloaded, *, padding: bool = True) -> None:
+def _assert_holds(run: Saved, again: Resumed, *, padding: bool = True) -> None:
     """All values bit for bit, counters too; hyper-parameters apart, which groups may change."""
     assert differences(run.truth, again.state) == []
     assert again.state.meta["replica_differences"] == []

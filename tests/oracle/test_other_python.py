@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from oracle.cases import CASES
-from oracle.driver import Oracle, Resumed, Trained
+from oracle.driver import Oracle, Trained
 from oracle.launcher import Worlds
 from oracle.outputs import convert
-from oracle.truth import Truth, differences, meta_differences
+from oracle.truth import Resumed, Truth, differences, meta_differences
 from reshard.options import NativeLayout
 
 ROOT = Path(__file__).parent.parent.parent
@@ -58,7 +58,7 @@ def _frozen(name: str, case: str, folder: Path) -> Trained:
     shutil.move(folder / "ckpt" / "expected.safetensors", truth.tensors_path)
     shutil.move(folder / "ckpt" / "expected.json", truth.meta_path)
     meta = truth.meta
-    return Trained(CASES[case], 2, folder / "ckpt", meta["tag"], meta["losses_before"], tuple(meta["losses_after"]))
+    return Trained(folder / "ckpt", meta["tag"], meta["losses_before"], tuple(meta["losses_after"]), CASES[case], 2)
 
 
 def _resume(run: Trained, oracle: Oracle, folder: Path, world: int) -> Resumed:

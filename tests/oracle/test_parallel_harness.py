@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from house.tiers import rest_full
-from oracle.driver import Oracle
+from oracle.driver import Oracle, ParallelOracle
+from oracle.fixtures import TrainedOn
 from oracle.launcher import WorldError
 from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, MOE_CASES, Layout
-from oracle.parallel_driver import ParallelOracle
-from oracle.parallel_fixtures import TrainedOn
 from oracle.truth import Truth, differences, meta_differences
 
 LAYOUTS = [Layout(*ranks) for ranks in ((2, 1, 1), (1, 2, 1), (1, 1, 3), (1, 4, 1), (4, 1, 1), (2, 1, 2), (2, 2, 2))]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from house.tiers import rest_full
-from oracle.dcp_fixtures import SavedFactory
 from oracle.dcp_reading import dcp_convert
+from oracle.fixtures import SavedFactory
 from oracle.launcher import Worlds
 
 DEEPSPEED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")

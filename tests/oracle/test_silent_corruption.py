@@ -19,12 +19,10 @@ from laws import pipeline_source
 from laws.deepspeed_files import Layout as DataRanks
 from laws.pipeline_source import TIED, Model, ParallelWriter, Part, Ranks, seeded_model
 from laws.torch_values import bits_of, load as load_archive
-from oracle.driver import Oracle
-from oracle.fixtures import TrainedFactory
+from oracle.driver import Oracle, ParallelOracle, Saved
+from oracle.fixtures import TrainedFactory, TrainedOn
 from oracle.outputs import convert, load, tensor_of
 from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, VOCAB, GptCase, Layout, gpt_rules, gpt_rules_yaml
-from oracle.parallel_driver import ParallelOracle, Saved
-from oracle.parallel_fixtures import TrainedOn
 from oracle.real_folders import expected, real_folder, wrong_atoms
 from oracle.truth import differences, meta_differences
 from reshard.errors import RequestError, SourceError

@@ -31,7 +31,7 @@ def run(trained: TrainedFactory, tmp_path: Path) -> Trained:
     """A copy of the run that may be spoilt."""
     original = trained(CASE)
     shutil.copytree(original.dir, tmp_path / "ckpt")
-    return Trained(original.case, original.world, tmp_path / "ckpt", original.tag, (), ())
+    return Trained(tmp_path / "ckpt", original.tag, (), (), original.case, original.world)
 
 
 def _swapped(run: Trained) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,12 +70,8 @@ def test_every_tag_is_resumed_by_latest_and_by_name(tagged: Tagged, worlds: Worl
 
 @pytest.mark.parametrize("numbers", rest_full(["0 4", "0 1 2 3 4 5 6 7"], "0 4"))
 def test_tags_are_resumed_from_an_object_store(
-    numbers: str, tagged: Tagged, worlds: Worlds, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    numbers: str, tagged: Tagged, worlds: Worlds, tmp_path: Path, s3: S3Server, bucket: str
 ) -> None:
-    for name, value in s3.env().items():
-        monkeypatch.setenv(name, value)
-    bucket = f"tags-{os.urandom(6).hex()}"
-    s3.make_bucket(bucket)
     loads: list[tuple[Path | str, str | None]] = []
     for folder, tag in ((tagged.folders[number], str(TAGS[number])) for number in map(int, numbers.split())):
         url = f"s3://{bucket}/{folder.name}"
@@ -101,12 +96,9 @@ def downloaded(client: Any, bucket: str, prefix: str, place: Path) -> Path:
 
 @pytest.mark.parametrize("store", ["local", "s3"])
 def test_the_pointer_of_a_tag_with_slashes_is_replaced_repaired_and_kept(
-    store: str, tagged: Tagged, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    store: str, tagged: Tagged, tmp_path: Path, s3: S3Server, bucket: str
 ) -> None:
-    for name, value in s3.env().items():
-        monkeypatch.setenv(name, value)
-    source, tag, bucket = tagged.folders[0], str(TAGS[0]), f"tags-{os.urandom(6).hex()}"
-    s3.make_bucket(bucket)
+    source, tag = tagged.folders[0], str(TAGS[0])
     client: Any = s3.client()
     save = str(tmp_path / "out") if store == "local" else f"s3://{bucket}/out"
 

@@ -163,7 +163,7 @@ def _by_path(oracle: Oracle, case: Case, folder: Path, world: int) -> Trained:
         steps_after=3,
     )
     got: dict[str, Any] = results[0]
-    return Trained(case, world, folder / "ckpt", got["tag"], tuple(got["losses_before"]), tuple(got["losses_after"]))
+    return Trained(folder / "ckpt", got["tag"], tuple(got["losses_before"]), tuple(got["losses_after"]), case, world)
 
 
 @pytest.mark.parametrize("name", ["z2_round_robin", "z1_round_robin_two_groups", "z2_fp32"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -82,6 +83,25 @@ class Truth:
                 del values["bias_correction"]
             found.update(dict.fromkeys(group["names"], values))
         return found
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint as a consumer has it: its state right after loading, and the losses of its next steps."""
+
+    state: Truth
+    losses: tuple[float, ...]
+
+    @classmethod
+    def of(cls, out: Path, losses: Sequence[float]) -> Resumed:
+        """What a rank function dumped in ``out``, and the losses that it returned."""
+        return cls(Truth(out / "resumed.safetensors", out / "resumed.json"), tuple(losses))
+
+    @property
+    def wrong_weights(self) -> list[str]:
+        """Parameters whose model-dtype weight was not the rounded master after loading."""
+        names: list[str] = self.state.meta["wrong_weights"]
+        return names
 
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "loss_scale", "client_state")
