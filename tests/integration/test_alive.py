@@ -169,7 +169,7 @@ def test_jobs_end_on_the_worker_with_the_right_credentials(
 ) -> None:
     stack = make_stack("celery")
     stack.scripted = False
-    stack.extra = {**s3.env(), "RESHARD_LEASE_S": "10", "RESHARD_QUARANTINE_S": "60"}
+    stack.extra = {**s3.env(), "RESHARD_LEASE_S": "10", "RESHARD_QUARANTINE_S": "3600"}
     bad = {"AWS_SECRET_ACCESS_KEY": "wrong"}
     targets = f"s3://{BUCKET}/{tmp_path.name}"
     with stack.api() as url, client_of(url) as client, stack.worker(bad) as worker:

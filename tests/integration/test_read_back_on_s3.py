@@ -5,12 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-import pytest
-
 from house.requests import asked
-=======
->>>>>>> dfb9f25 (Give tests a bucket of their own with one fixture, and wait in one way)
 from oracle.outputs import contents
 from reshard.choices import TargetFormat
 from reshard.local import load_engine
