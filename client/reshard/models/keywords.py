@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         WeightDtype,
         ZeroStage,
     )
-    from reshard.dcp_options import Grammar, MissingMoments
+    from reshard.dcp_options import Framework, MissingMoments
     from reshard.option import Order, PathLike
     from reshard.options import NativeLayout, Options
 
@@ -165,15 +165,15 @@ class ConversionKeywords(SourceKeywords, total=False):
     """Units in parallel; default: one per core, more for object stores."""
     server_copy: ServerCopyPolicy | str
     """`never`: no server-side copies; read and send every byte. One of `auto`, `never`."""
-    grammar: Grammar | str | None
+    framework: Framework | str | None
     """Keys and files as this framework loads them; default: the source's, or accelerate. One of `state-dict`,
     `torchtitan`, `accelerate`, `trainer`, `lightning`."""
     files: int | None
     """Number of .distcp files; default: one for each 4 GB."""
     target_model_key: str | None
-    """Place of the model in the target, such as app.model; default: that of `grammar`."""
+    """Place of the model in the target, such as app.model; default: that of `framework`."""
     target_optimizer_key: str | None
-    """Place of the optimizer in the target, such as app.optim; default: that of `grammar`."""
+    """Place of the optimizer in the target, such as app.optim; default: that of `framework`."""
     trainer_files: PathLike | None
     """Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target."""
     torch_file: str | None
@@ -273,15 +273,15 @@ class ConvertOptions(TypedDict, total=False):
     """Units in parallel; default: one per core, more for object stores."""
     server_copy: ServerCopyPolicy | str
     """`never`: no server-side copies; read and send every byte. One of `auto`, `never`."""
-    grammar: Grammar | str | None
+    framework: Framework | str | None
     """Keys and files as this framework loads them; default: the source's, or accelerate. One of `state-dict`,
     `torchtitan`, `accelerate`, `trainer`, `lightning`."""
     files: int | None
     """Number of .distcp files; default: one for each 4 GB."""
     target_model_key: str | None
-    """Place of the model in the target, such as app.model; default: that of `grammar`."""
+    """Place of the model in the target, such as app.model; default: that of `framework`."""
     target_optimizer_key: str | None
-    """Place of the optimizer in the target, such as app.optim; default: that of `grammar`."""
+    """Place of the optimizer in the target, such as app.optim; default: that of `framework`."""
     trainer_files: str | None
     """Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target."""
     torch_file: str
