@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 
+import pytest
+
+from reshard.errors import RequestError
 from reshard.models.jobs import Leftover
 from reshard_engine.execute.journal import NamedUpload, UnitRecord
 from reshard_engine.execute.sinks.control_objects import ControlObjects
@@ -106,3 +110,15 @@ def test_clean_removes_what_a_late_worker_left_that_was_killed() -> None:
     a_sink(store).discard_all()
     assert store.list_uploads("bucket/") == []
     assert leftovers(store) == []
+
+
+def test_a_plan_that_saw_no_claim_does_not_replace_the_one_of_another() -> None:
+    """Two conversions of other plans begin at once: both find the target free, and one claims it."""
+    store = MemoryStore()
+    other = replace(PLAN, write_bytes=PLAN.write_bytes + 1)
+    assert other.digest != PLAN.digest
+    assert not ControlObjects(store, "bucket/out").claim(PLAN).clearing
+    with pytest.raises(RequestError) as caught:
+        ControlObjects(store, "bucket/out").claim(other)
+    assert caught.value.code == "request.target_busy"
+    assert ControlObjects(store, "bucket/out").is_claimed_by(PLAN.digest)

@@ -249,8 +249,11 @@ def test_another_plan_gets_a_conflict_until_it_overwrites(s3: S3Server, bucket: 
     with pytest.raises(ReshardError):
         engine.convert(first, should_stop=iter([False, True, True]).__next__)
     other = _request(big, target, to=TargetFormat.SAFETENSORS, dtype=WeightDtype.BF16)
+    claim = s3.read_all(bucket, "out/.model.reshard-claim")
     error = raised(ReshardError, engine.convert, other)
     assert error.code in {"request.target_busy", "request.target_exists"}
+    assert len(claim) == 1
+    assert s3.read_all(bucket, "out/.model.reshard-claim") == claim, "the refused one left the first one's claim alone"
     assert "--overwrite" in error.fix
     uploads = s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads") or []
     assert len(uploads) == 1, "the stopped run left its upload for a resume"
