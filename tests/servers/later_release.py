@@ -1,12 +1,11 @@
-"""A made-up next release: the service of this checkout with one more revision of the job database."""
+"""A made-up next release: the service that this process imports, with one more revision of the job database."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-from house.repository import ROOT
-from reshard_jobs.database import HEAD
+from reshard_jobs.database import HEAD, MIGRATIONS
 
 LATER = f"{int(HEAD) + 1:04}"
 """The revision of the next release."""
@@ -41,7 +40,7 @@ def later_service(directory: Path) -> Path:
     It goes into the `PYTHONPATH` of processes of the next release; client and worker stay those of this checkout.
     """
     made = directory / "service"
-    shutil.copytree(ROOT / "service", made, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(MIGRATIONS.parent.parent, made, ignore=shutil.ignore_patterns("__pycache__"))
     jobs = made / "reshard_jobs"
     (jobs / "migrations" / "versions" / f"r{LATER}_later.py").write_text(_REVISION)
     schema = jobs / "database.py"
