@@ -44,14 +44,17 @@ def keywords_module() -> str:
     ours = {n: o for n, o in declared_options().items() if _is_ours(o)}
     choices, source = choices_of_source(), options_of_source()
     rest = {n: o for n, o in ours.items() if n not in source}
+    shared = {n: o for n, o in rest.items() if n == o.field and _type(o) == _wire_type(o)}
+    rest = {n: o for n, o in rest.items() if n not in shared}
     of_checkpoint = {n: o for n, o in source.items() if n not in choices}
     classes = [
         _class("ChoiceKeywords", "TypedDict, total=False", "Choices where files leave several ways.", choices),
         _class("SourceKeywords", "ChoiceKeywords, total=False", "The options of a source.", of_checkpoint),
         _class("TwoSourceKeywords", "TypedDict, total=False", "The options of two sources.", _of_two(source)),
-        _class("ConversionKeywords", "SourceKeywords, total=False", "The options of a conversion.", rest),
-        _class("ConvertOptions", "TypedDict, total=False", "Options of a conversion; see `ConvertRequest`.", {
-            o.field: o for o in ours.values()
+        _class("OptionKeywords", "TypedDict, total=False", "Options that functions and clients take alike.", shared),
+        _class("ConversionKeywords", "SourceKeywords, OptionKeywords, total=False", "Options of a conversion.", rest),
+        _class("ConvertOptions", "OptionKeywords, total=False", "Options of a conversion; see `ConvertRequest`.", {
+            o.field: o for o in (*source.values(), *rest.values())
         }, wire=True) + _NESTED,
     ]  # fmt: skip
     named: set[type] = {o.kind for o in ours.values() if o.choices} | {ParamOrder}

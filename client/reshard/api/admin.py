@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
-from reshard.api.exchange import Exchange, Run
+from reshard.api.exchange import Calls
 from reshard.api.wire import Call
 from reshard.choices import TokenScope
 from reshard.models.access import (
@@ -36,11 +36,8 @@ from reshard.models.access import (
 from reshard.wire_model import invalid
 
 
-class AdminClient:
+class AdminClient(Calls):
     """The calls of administrators; `Client.admin` makes it. They need a token with the scope `admin`."""
-
-    def __init__(self, run: Run, exchange: Exchange) -> None:
-        self._run, self._exchange = run, exchange
 
     def create_token(
         self,
@@ -70,9 +67,7 @@ class AdminClient:
             )
         except ValidationError as error:
             raise invalid(error) from None
-        return self._run(
-            self._exchange.ask(Call("POST", "/v1/tokens", body=asked.model_dump(mode="json")), CreatedToken)
-        )
+        return self._ask(Call("POST", "/v1/tokens", body=asked.model_dump(mode="json")), CreatedToken)
 
     def tokens(self, tenant: str | None = None) -> tuple[Token, ...]:
         """The tokens of a tenant, newest first, also those that have expired or were revoked.
@@ -86,9 +81,7 @@ class AdminClient:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return self._run(
-            self._exchange.pick(Call("GET", "/v1/tokens", _of(tenant)), TokenList, lambda found: found.tokens)
-        )
+        return self._pick(Call("GET", "/v1/tokens", _of(tenant)), TokenList, lambda found: found.tokens)
 
     def revoke_token(self, token_id: str) -> Token:
         """Revoke a token; to revoke it twice is harmless.
@@ -102,7 +95,7 @@ class AdminClient:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return self._run(self._exchange.ask(Call("DELETE", f"/v1/tokens/{quote(token_id, safe='')}"), Token))
+        return self._ask(Call("DELETE", f"/v1/tokens/{quote(token_id, safe='')}"), Token)
 
     def tenants(self) -> tuple[Tenant, ...]:
         """All tenants, by name. For the operator only, as are the other calls for tenants.
@@ -113,7 +106,7 @@ class AdminClient:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return self._run(self._exchange.pick(Call("GET", "/v1/tenants"), TenantList, lambda found: found.tenants))
+        return self._pick(Call("GET", "/v1/tenants"), TenantList, lambda found: found.tenants)
 
     def create_tenant(self, name: str, settings: TenantSettings | None = None) -> Tenant:
         """Make a tenant.
@@ -132,7 +125,7 @@ class AdminClient:
             asked = NewTenant(name=name, **(settings or TenantSettings()).model_dump())
         except ValidationError as error:
             raise invalid(error) from None
-        return self._run(self._exchange.ask(Call("POST", "/v1/tenants", body=asked.model_dump(mode="json")), Tenant))
+        return self._ask(Call("POST", "/v1/tenants", body=asked.model_dump(mode="json")), Tenant)
 
     def set_tenant(self, name: str, settings: TenantSettings) -> Tenant:
         """Replace all settings of a tenant.
@@ -148,7 +141,7 @@ class AdminClient:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
         call = Call("PUT", f"/v1/tenants/{quote(name, safe='')}", body=settings.model_dump(mode="json"))
-        return self._run(self._exchange.ask(call, Tenant))
+        return self._ask(call, Tenant)
 
     def remove_tenant(self, name: str) -> Tenant:
         """Remove a tenant with its tokens and the records of its jobs, if all of them have ended.
@@ -162,7 +155,7 @@ class AdminClient:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return self._run(self._exchange.ask(Call("DELETE", f"/v1/tenants/{quote(name, safe='')}"), Tenant))
+        return self._ask(Call("DELETE", f"/v1/tenants/{quote(name, safe='')}"), Tenant)
 
     def audit(self, tenant: str | None = None, *, before: int | None = None, limit: int = 100) -> AuditPage:
         """One page of the audit log, newest first; `next_before` of a page leads to the next.
@@ -179,7 +172,7 @@ class AdminClient:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
         params = (*_of(tenant), *((("before", str(before)),) if before is not None else ()), ("limit", str(limit)))
-        return self._run(self._exchange.ask(Call("GET", "/v1/audit", params), AuditPage))
+        return self._ask(Call("GET", "/v1/audit", params), AuditPage)
 
 
 def _of(tenant: str | None) -> tuple[tuple[str, str], ...]:
@@ -191,16 +184,8 @@ def _of(tenant: str | None) -> tuple[tuple[str, str], ...]:
 _PATH = "/v1/webhooks"
 
 
-class Webhooks:
-    """Endpoints that the service calls when jobs end.
-
-    Args:
-        run: Takes the steps of an exchange.
-        exchange: The exchanges with the service.
-    """
-
-    def __init__(self, run: Run, exchange: Exchange) -> None:
-        self._run, self._exchange = run, exchange
+class Webhooks(Calls):
+    """Endpoints that the service calls when jobs end."""
 
     def create(self, url: str, *, events: Sequence[str] = ENDINGS, description: str = "") -> Webhook:
         """Add an endpoint. Its `secret` is in the answer, and is not shown again.
@@ -221,7 +206,7 @@ class Webhooks:
         except ValidationError as error:
             raise invalid(error) from None
         # A lost answer has a secret that nobody knows: the caller sees it, and removes the endpoint.
-        return self._run(self._exchange.ask(Call("POST", _PATH, body=_dump(body), once=True), Webhook))
+        return self._ask(Call("POST", _PATH, body=_dump(body), once=True), Webhook)
 
     def list(self) -> tuple[Webhook, ...]:
         """List the endpoints, the oldest first.
@@ -232,7 +217,7 @@ class Webhooks:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return self._run(self._exchange.pick(Call("GET", _PATH), WebhookList, lambda found: found.webhooks))
+        return self._pick(Call("GET", _PATH), WebhookList, lambda found: found.webhooks)
 
     def get(self, webhook_id: str) -> Webhook:
         """Get an endpoint.
@@ -246,7 +231,7 @@ class Webhooks:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return self._run(self._exchange.ask(Call("GET", _path(webhook_id)), Webhook))
+        return self._ask(Call("GET", _path(webhook_id)), Webhook)
 
     def remove(self, webhook_id: str) -> None:
         """Remove an endpoint and its deliveries.
@@ -273,9 +258,7 @@ class Webhooks:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
         body = RotateRequest(keep_s=keep_s)
-        return self._run(
-            self._exchange.ask(Call("POST", f"{_path(webhook_id)}/rotate", body=_dump(body), once=True), Webhook)
-        )
+        return self._ask(Call("POST", f"{_path(webhook_id)}/rotate", body=_dump(body), once=True), Webhook)
 
     def enable(self, webhook_id: str) -> Webhook:
         """Send to an endpoint again that has answered 410.
@@ -289,7 +272,7 @@ class Webhooks:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return self._run(self._exchange.ask(Call("POST", f"{_path(webhook_id)}/enable"), Webhook))
+        return self._ask(Call("POST", f"{_path(webhook_id)}/enable"), Webhook)
 
     def deliveries(
         self, webhook_id: str, *, state: DeliveryState | None = None, limit: int = 50
@@ -309,7 +292,7 @@ class Webhooks:
         """
         params = [("limit", str(limit)), *([("state", state.value)] if state is not None else [])]
         call = Call("GET", f"{_path(webhook_id)}/deliveries", tuple(params))
-        return self._run(self._exchange.pick(call, DeliveryList, lambda found: found.deliveries))
+        return self._pick(call, DeliveryList, lambda found: found.deliveries)
 
     def redeliver(self, webhook_id: str, delivery_id: str | None = None) -> int:
         """Send a delivery again, or all dead ones.
@@ -326,7 +309,7 @@ class Webhooks:
         """
         body = RedeliverRequest(delivery=delivery_id)
         call = Call("POST", f"{_path(webhook_id)}/redeliver", body=_dump(body))
-        return self._run(self._exchange.pick(call, Redelivered, lambda found: found.count))
+        return self._pick(call, Redelivered, lambda found: found.count)
 
 
 def _path(webhook_id: str) -> str:

@@ -53,6 +53,19 @@ def _awaited(
     return call
 
 
+def _told(
+    method: Callable[Concatenate[Client, P], Generator[JobEvent]],
+) -> Callable[Concatenate[AsyncClient, P], AsyncGenerator[JobEvent]]:
+    """The method as an async iterator of the events of a job."""
+
+    @wraps(method)
+    def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[JobEvent]:
+        flow = method(self._exchanges, *args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+        return self._steps(Talk(cast("Flow[None]", flow)))  # pyright: ignore[reportPrivateUsage]
+
+    return call
+
+
 def _itself(flow: Flow[T]) -> T:
     """The exchange in place of its value: what `Client` and its parts are given to run it with."""
     return cast("T", flow)
@@ -169,36 +182,8 @@ class AsyncClient(_Asynchronous[Client]):
         """
         return AsyncWebhooks(Webhooks(_itself, self._exchange), self._run_exchange)
 
-    def watch(self, job_id: str, *, after_seq: int = 0, timeout_s: float | None = None) -> AsyncGenerator[JobEvent]:
-        """Yield the events of a job until its end, each exactly once, across broken connections and restarts.
-
-        Args:
-            job_id: The job's id.
-            after_seq: The `seq` of the last event that is known already; 0 yields all.
-            timeout_s: Seconds until the end of the job; None waits for ever.
-
-        Yields:
-            The events, in their order.
-
-        Raises:
-            ReshardError: As `Client.watch`.
-        """
-        return self._steps(Talk(self._exchange.watch(job_id, after_seq, timeout_s)))
-
-    def events(self, job_id: str, *, after_seq: int = 0) -> AsyncGenerator[JobEvent]:
-        """Yield the events that a job has until now; `watch` goes on until its end.
-
-        Args:
-            job_id: The job's id.
-            after_seq: The `seq` of the last event that is known already; 0 yields all.
-
-        Yields:
-            The events, in their order.
-
-        Raises:
-            ReshardError: As `Client.events`.
-        """
-        return self._steps(Talk(self._exchange.events(job_id, after_seq)))
+    watch = _told(Client.watch)
+    events = _told(Client.events)
 
     async def _run_exchange(self, flow: Flow[T], /) -> T:
         talk = Talk(flow)

@@ -283,6 +283,26 @@ class Exchange:
         )
 
 
+class Calls:
+    """Base of a part of a client, which has a method for each call.
+
+    Args:
+        run: Takes the steps of an exchange.
+        exchange: The exchanges with the service.
+    """
+
+    def __init__(self, run: Run, exchange: Exchange) -> None:
+        self._run, self._exchange = run, exchange
+
+    def _ask(self, call: Call, model: type[ModelT]) -> ModelT:
+        """The answer to a call as a wire model."""
+        return self._run(self._exchange.ask(call, model))
+
+    def _pick(self, call: Call, model: type[ModelT], of: Callable[[ModelT], T]) -> T:
+        """A part of the answer to a call."""
+        return self._run(self._exchange.pick(call, model, of))
+
+
 @dataclass(slots=True)
 class _Seen:
     """The events of a job that were passed on."""
