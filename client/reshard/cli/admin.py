@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +13,7 @@ import typer
 
 from reshard.choices import TokenScope
 from reshard.cli.flags import choice, signed
-from reshard.cli.help_pages import OPERATION, REMOTE, Commands
+from reshard.cli.help_pages import OPERATION, REMOTE, Commands, aligned, say, say_all
 from reshard.cli.local import JsonFlag
 from reshard.errors import RequestError, counted, format_size, printable
 from reshard.local import load_client
@@ -86,7 +85,7 @@ def create_token(
     """Make a token and print it. Nobody can show it again."""
     with _client() as client:
         made = client.admin.create_token(name, scope, tenant=tenant, expires_in_s=_seconds(expires))
-    _say(_json(made) if as_json else made.secret)
+    say(_json(made) if as_json else made.secret)
 
 
 @tokens.command("list")
@@ -95,11 +94,10 @@ def list_tokens(*, tenant: TenantFlag = None, as_json: JsonFlag = False) -> None
     with _client() as client:
         found = client.admin.tokens(tenant)
     if as_json:
-        _say(json.dumps({"schema_version": 1, "tokens": [token.model_dump(mode="json") for token in found]}))
+        say_all("tokens", found)
         return
     header = ("ID", "SCOPES", "EXPIRES", "LAST USED", "NAME")
-    for line in _table([header, *(_token_row(token) for token in found)]):
-        _say(line)
+    say(*aligned([header, *map(_token_row, found)]))
 
 
 @tokens.command("revoke")
@@ -109,7 +107,7 @@ def revoke_token(
     """Revoke a token. Revoking twice is harmless."""
     with _client() as client:
         token = client.admin.revoke_token(token_id)
-    _say(_json(token) if as_json else f"{token.id} revoked")
+    say(_json(token) if as_json else f"{token.id} revoked")
 
 
 def _takes_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -131,7 +129,7 @@ def create_tenant(name: Name, *, given: Mapping[str, Any], as_json: JsonFlag = F
     """Make a tenant. A setting that is not given is the service's own."""
     with _client() as client:
         made = client.admin.create_tenant(name, _settings(None, given))
-    _say(_json(made) if as_json else made.name)
+    say(_json(made) if as_json else made.name)
 
 
 @tenants.command("set")
@@ -145,7 +143,7 @@ def set_tenant(name: Name, *, given: Mapping[str, Any], as_json: JsonFlag = Fals
                 "request.not_found", f"there is no tenant {printable(name, max_chars=64)!r}", fix="reshard tenants list"
             )
         changed = client.admin.set_tenant(name, _settings(before, given))
-    _say(_json(changed) if as_json else changed.name)
+    say(_json(changed) if as_json else changed.name)
 
 
 @tenants.command("list")
@@ -154,11 +152,10 @@ def list_tenants(*, as_json: JsonFlag = False) -> None:
     with _client() as client:
         found = client.admin.tenants()
     if as_json:
-        _say(json.dumps({"schema_version": 1, "tenants": [tenant.model_dump(mode="json") for tenant in found]}))
+        say_all("tenants", found)
         return
     header = ("NAME", "QUEUED", "RUNNING", "WORKERS", "BYTES A DAY", "WEIGHT", "MAY WRITE BELOW")
-    for line in _table([header, *(_tenant_row(tenant) for tenant in found)]):
-        _say(line)
+    say(*aligned([header, *map(_tenant_row, found)]))
 
 
 @tenants.command("remove")
@@ -166,7 +163,7 @@ def remove_tenant(name: Name, *, as_json: JsonFlag = False) -> None:
     """Remove a tenant with its tokens and the records of its jobs, once all of these have ended."""
     with _client() as client:
         tenant = client.admin.remove_tenant(name)
-    _say(_json(tenant) if as_json else f"{tenant.name} removed")
+    say(_json(tenant) if as_json else f"{tenant.name} removed")
 
 
 def audit(
@@ -186,15 +183,14 @@ def audit(
             if before is None:
                 break
     if as_json:
-        _say(json.dumps({"schema_version": 1, "entries": [entry.model_dump(mode="json") for entry in entries]}))
+        say_all("entries", entries)
         return
     header = ("TIME", "TENANT", "ACTOR", "ADDRESS", "ACTION", "OUTCOME", "OBJECT")
     rows = [
         (_time(e.at), e.tenant, printable(e.actor), e.address, e.action, e.outcome, printable(e.object))
         for e in entries
     ]
-    for line in _table([header, *rows]):
-        _say(line)
+    say(*aligned([header, *rows]))
 
 
 def _settings(before: Tenant | None, given: Mapping[str, Any]) -> TenantSettings:
@@ -250,23 +246,12 @@ def _tenant_row(tenant: Tenant) -> tuple[str, ...]:
     return (tenant.name, *("-" if n is None else str(n) for n in limits), size, str(tenant.weight), places)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-
-
 def _time(moment: datetime) -> str:
     return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _json(model: BaseModel) -> str:
     return json.dumps({"schema_version": 1, **model.model_dump(mode="json")})
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 # `reshard webhooks`: endpoints that a service calls when jobs end.
@@ -309,11 +294,11 @@ def list_webhooks(*, as_json: JsonFlag = False) -> None:
     with _client() as client:
         found = client.webhooks.list()
     if as_json:
-        _say_all("webhooks", found)
+        say_all("webhooks", found)
         return
     for hook in found:
         off = "  disabled: it answered 410" if hook.disabled_at is not None else ""
-        _say(f"{hook.id}  {printable(hook.url)}  {' '.join(hook.events)}{off}  {printable(hook.description)}".rstrip())
+        say(f"{hook.id}  {printable(hook.url)}  {' '.join(hook.events)}{off}  {printable(hook.description)}".rstrip())
 
 
 @webhooks.command()
@@ -341,7 +326,7 @@ def enable(webhook_id: WebhookId, *, as_json: JsonFlag = False) -> None:
     """Send to an endpoint again that has answered 410 (Gone)."""
     with _client() as client:
         found = client.webhooks.enable(webhook_id)
-    _say(found.model_dump_json() if as_json else found.id)
+    say(found.model_dump_json() if as_json else found.id)
 
 
 @webhooks.command()
@@ -360,14 +345,12 @@ def deliveries(
     with _client() as client:
         found = client.webhooks.deliveries(webhook_id, state=DeliveryState(state) if state else None, limit=limit)
     if as_json:
-        _say_all("deliveries", found)
+        say_all("deliveries", found)
         return
     for one in found:
         said = f"  {printable(one.last_error)}" if one.last_error else ""
         at = one.created_at.astimezone().isoformat(timespec="seconds")
-        _say(
-            f"{one.id}  {one.state.value}  {one.event}  {one.job_id}  {at}  {counted(one.tries, 'try', 'tries')}{said}"
-        )
+        say(f"{one.id}  {one.state.value}  {one.event}  {one.job_id}  {at}  {counted(one.tries, 'try', 'tries')}{said}")
 
 
 @webhooks.command()
@@ -378,12 +361,8 @@ def redeliver(
 ) -> None:
     """Send dead deliveries again, with their ids. Prints their number."""
     with _client() as client:
-        _say(str(client.webhooks.redeliver(webhook_id, delivery)))
+        say(str(client.webhooks.redeliver(webhook_id, delivery)))
 
 
 def _say_secret(hook: Webhook, *, as_json: bool) -> None:
-    _say(hook.model_dump_json() if as_json else f"{hook.id}\n{hook.secret}")
-
-
-def _say_all(name: str, found: Sequence[BaseModel]) -> None:
-    _say(json.dumps({"schema_version": 1, name: [one.model_dump(mode="json") for one in found]}))
+    say(hook.model_dump_json() if as_json else f"{hook.id}\n{hook.secret}")

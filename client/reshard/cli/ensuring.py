@@ -12,7 +12,7 @@ import typer
 
 from reshard.choices import EnsureWorkers, TargetFormat
 from reshard.cli.flags import EnsureFlags, OptionsCommand, choice, takes_ensured, target_among
-from reshard.cli.help_pages import HERE, RESOURCES, SERVICE, TARGET
+from reshard.cli.help_pages import HERE, RESOURCES, SERVICE, TARGET, say
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.output import DISTRIBUTED, followed
 from reshard.progress import progress_shown
@@ -103,9 +103,5 @@ def ensure(
         if (pointer := followed(source, flags.tag)) is not None:
             sys.stderr.write(f"{pointer}\n")
         sys.stderr.write(f"{said[result.outcome]}\n")
-    if as_json:
-        facts = {"schema_version": 1, "path": path, "outcome": result.outcome.value}
-        sys.stdout.write(json.dumps(facts) + "\n")
-    else:
-        sys.stdout.write(f"{path}\n")
-    sys.stdout.flush()
+    facts = {"schema_version": 1, "path": path, "outcome": result.outcome.value}
+    say(json.dumps(facts) if as_json else path)

@@ -5,18 +5,22 @@ typer's own help needs rich, whose import takes longer than the rest of `--help`
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, StrEnum
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from reshard.option import Section
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 # Examples in the help of commands: a remark and a command line each. A test parses all and runs the local ones.
 
@@ -312,6 +316,33 @@ def complain(code: str, message: str, fix: str) -> None:
 def warn(text: str) -> None:
     """Write a warning to stderr."""
     sys.stderr.write(f"{painted_on_stderr('warning:', Style.WARNING)} {text}\n")
+
+
+def say(*lines: str) -> None:
+    """Write lines to stdout."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def say_all(name: str, found: Iterable[BaseModel]) -> None:
+    """Write models to stdout as the list of this name in a JSON object."""
+    say(json.dumps({"schema_version": 1, name: [one.model_dump(mode="json") for one in found]}))
+
+
+def hint(line: str, *, quiet: bool = False) -> None:
+    """Write a line to stderr, unless the user wants none."""
+    if not quiet:
+        sys.stderr.write(f"{line}\n")
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], styled: Callable[[int, str], Style | None] = lambda _column, _cell: None
+) -> Iterator[str]:
+    """The rows of a table as lines, with columns of equal width; `styled` gives the style of a cell in a column."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        cells = [painted_on_stdout(c.ljust(w), styled(i, c)) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        yield "  ".join([*cells, row[-1]])
 
 
 SOURCE = Section.SOURCE

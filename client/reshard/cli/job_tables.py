@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reshard.choices import JobKind, JobState
-from reshard.cli.help_pages import Style, painted_on_stdout
+from reshard.cli.help_pages import Style, aligned, painted_on_stdout
 from reshard.errors import (
     ExitCode,
     JobError,
@@ -46,12 +46,9 @@ _STYLES: Mapping[str, Style] = {
 
 def table(jobs: Sequence[Job]) -> Iterator[str]:
     """A header and a line for each job. The line of a failed job ends with the reason."""
-    rows = [_HEADER, *(_row(job) for job in jobs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        cells[1] = painted_on_stdout(cells[1], _STYLES.get(row[1]))
-        yield "  ".join([*cells, row[-1]])
+    return aligned(
+        [_HEADER, *map(_row, jobs)], lambda column, cell: _STYLES.get(cell) if _HEADER[column] == "STATE" else None
+    )
 
 
 def facts(job: Job) -> Iterator[str]:
@@ -76,10 +73,7 @@ def outcome(job: Job) -> str:
 
 def nodes(workers: Sequence[WorkerNode]) -> Iterator[str]:
     """A header and a line for each live worker. The line of one in quarantine ends with the reason."""
-    rows = [("STATE", "WORKER", "JOB"), *((w.state, printable(w.name), _node(w)) for w in workers)]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    for row in rows:
-        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+    return aligned([("STATE", "WORKER", "JOB"), *((w.state, printable(w.name), _node(w)) for w in workers)])
 
 
 def _node(worker: WorkerNode) -> str:

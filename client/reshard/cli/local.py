@@ -39,7 +39,9 @@ from reshard.cli.help_pages import (
     TARGET,
     Style,
     complain,
+    hint,
     painted_on_stdout,
+    say,
     warn,
 )
 from reshard.cli.output import (
@@ -129,24 +131,22 @@ def inspect(
         flags.spec(source)  # its errors name flags
         drawn = picture(source, tensor=tensor, beside=beside, **flags.given())
         _write(drawn, svg, html)
-        for line in [drawn.source.model_dump_json()] if as_json else _table_of(drawn):
-            _say(line)
+        say(*([drawn.source.model_dump_json()] if as_json else _table_of(drawn)))
         if written := ", ".join(printable(str(path)) for path in (svg, html) if path is not None):
-            _hint(f"wrote {written}")
+            hint(f"wrote {written}")
         return
     found = load_engine().inspect(flags.spec(source))
     if as_json:
-        _say(found.model_dump_json())
+        say(found.model_dump_json())
         return
     commands = possible_commands(source, found, flags.words())
-    for line in inspection_lines(found, commands, every_tensor=tensors, every_target=every):
-        _say(line)
+    say(*inspection_lines(found, commands, every_tensor=tensors, every_target=every))
     for warning in found.warnings:
         warn(warning)
     for line in not_carried_lines(found.not_carried):
-        _hint(line)
+        hint(line)
     if (said := followed(source, flags.tag)) is not None:
-        _hint(said)
+        hint(said)
 
 
 def _table_of(drawn: Picture) -> Iterator[str]:
@@ -181,14 +181,13 @@ def plan(source: Source, target: Target, *, flags: ConversionFlags, as_json: Jso
 def show_plan(summary: PlanSummary, *, as_json: bool) -> None:
     """Print a plan on stdout, and what it leaves out on stderr."""
     if as_json:
-        _say(summary.model_dump_json())
+        say(summary.model_dump_json())
         return
-    for line in plan_lines(summary):
-        _say(line)
+    say(*plan_lines(summary))
     for warning in summary.warnings:
         warn(warning)
     for line in not_carried_lines(summary.not_carried):
-        _hint(line)
+        hint(line)
 
 
 @takes_conversion
@@ -265,20 +264,20 @@ def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool) -> None:
     for warning in result.warnings:
         warn(warning)
     if result.casts and not quiet:
-        _hint(cast_line(result.casts))
+        hint(cast_line(result.casts))
     for line in () if quiet else not_carried_lines(result.not_carried):
-        _hint(line)
+        hint(line)
     if as_json:
-        _say(result.model_dump_json())
+        say(result.model_dump_json())
         return
     if result.already_done:
-        _hint("already done: the target is this conversion's result, unchanged since its commit")
+        hint("already done: the target is this conversion's result, unchanged since its commit")
     elif not quiet:
-        _hint(_done_line(result))
+        hint(_done_line(result))
     if not quiet:
         for line in next_steps(result.to, result.target, (file.path for file in result.files)):
-            _hint(f"next: {line}")
-    _say(result.target)
+            hint(f"next: {line}")
+    say(result.target)
 
 
 def _done_line(result: ConvertResult) -> str:
@@ -326,14 +325,14 @@ def verify(
     """Read every byte of a target and compare its checksums and tensor digests with its manifest."""
     report = load_engine().verify(target, profile=profile, sample=parse_percent(sample) if sample else None)
     if as_json:
-        _say(report.model_dump_json())
+        say(report.model_dump_json())
     else:
         for problem in report.problems:
             where = "" if problem.offset is None else f" bytes {problem.offset}+{problem.length_bytes}"
             tensor = "" if problem.tensor is None else f" of {problem.tensor}"
-            _say(f"{problem.path}{where}{tensor}: {problem.problem}")
+            say(f"{problem.path}{where}{tensor}: {problem.problem}")
         if report.ok:
-            _say(_verified(report))
+            say(_verified(report))
     if not report.ok:
         count = len(report.problems)
         complain(
@@ -353,15 +352,6 @@ def _verified(report: VerifyReport) -> str:
         )
     files, tensors = counted(report.files, "file"), counted(report.tensors, "tensor")
     return f"ok: {files}, {tensors}, {size} match their checksums ({report.seconds:.1f} s)"
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def _hint(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 # The `diff` command: compares two checkpoints by logical tensor, across layouts and formats.
@@ -442,10 +432,7 @@ def diff(
     )
     with progress_shown(quiet=quiet) as show:
         report = load_engine().diff(flags_a.spec(a), flags_b.spec(b), options, on_progress=show)
-    lines = [report.model_dump_json()] if as_json else report_lines(report, every=every)
-    for line in lines:
-        sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    say(*([report.model_dump_json()] if as_json else report_lines(report, every=every)))
     if not report.equal:
         raise typer.Exit(int(ExitCode.MISMATCH))
 
@@ -536,10 +523,9 @@ def clean(
     A finished DST stays, and so does every file that a process uses.
     """
     report = load_engine().clean(target, profile=profile, dry_run=dry_run, idle=idle)
-    for line in [report.model_dump_json()] if as_json else _lines(report, dry_run=dry_run):
-        sys.stdout.write(f"{line}\n")
+    say(*([report.model_dump_json()] if as_json else _lines(report, dry_run=dry_run)))
     for path in report.below:
-        sys.stderr.write(f"note: a conversion left files below it: reshard clean {shlex.quote(path)}\n")
+        hint(f"note: a conversion left files below it: reshard clean {shlex.quote(path)}")
     used = [found for found in report.leftovers if found.in_use]
     if used and not dry_run:
         local = "://" not in report.target
@@ -602,7 +588,7 @@ def slim(
             should_stop=stop.is_set,
         )
     if as_json:
-        sys.stdout.write(done.model_dump_json() + "\n")
+        say(done.model_dump_json())
         return
     saved = done.source_bytes - done.target_bytes
     share = f" ({saved / done.source_bytes:.1%})" if done.source_bytes else ""
@@ -610,7 +596,7 @@ def slim(
         sys.stderr.write(
             f"{format_size(done.source_bytes)} -> {format_size(done.target_bytes)}, {format_size(saved)} saved{share}\n"
         )
-    sys.stdout.write(f"{done.target}\n")
+    say(done.target)
 
 
 # `reshard doctor`: checks this machine, its credentials and its service before a conversion needs them.
@@ -644,7 +630,7 @@ def doctor(
     failed = [finding for finding in found if finding.health == "fail"]
     if as_json:
         rows = [{n: getattr(f, n) for n in ("subject", "health", "text", "fix", "code")} for f in found]
-        sys.stdout.write(json.dumps({"schema_version": 1, "ok": not failed, "findings": rows}) + "\n")
+        say(json.dumps({"schema_version": 1, "ok": not failed, "findings": rows}))
     if failed:
         code = failed[0].code
         raise typer.Exit(int(CODES[code].exit_code if code in CODES else ExitCode.FAILED))
@@ -667,7 +653,5 @@ _STYLES = {"ok": Style.GOOD, "warn": Style.WARNING, "fail": Style.ERROR}
 
 def _show(finding: Finding) -> None:
     word = painted_on_stdout(f"{finding.health.value:<5}", _STYLES[finding.health.value])
-    sys.stdout.write(f"{word} {finding.subject:<12} {finding.text}\n")
-    if finding.fix:
-        sys.stdout.write(f"{'':<18} fix: {finding.fix}\n")
-    sys.stdout.flush()
+    said = [f"{word} {finding.subject:<12} {finding.text}"]
+    say(*said, *([f"{'':<18} fix: {finding.fix}"] if finding.fix else []))

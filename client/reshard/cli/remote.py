@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +12,7 @@ import typer
 from reshard.choices import JobKind, JobState
 from reshard.cli import job_tables
 from reshard.cli.flags import ConversionFlags, OptionsCommand, choice, takes_conversion
-from reshard.cli.help_pages import GENERAL, JOB, OPERATION, REMOTE, Commands
+from reshard.cli.help_pages import GENERAL, JOB, OPERATION, REMOTE, Commands, hint, say, say_all
 from reshard.cli.job_tables import follow, log_line, whole_id
 from reshard.cli.local import JsonFlag, QuietFlag, show_plan
 from reshard.cli.output import next_steps
@@ -122,10 +120,10 @@ def submit(
             job_id=job_id,
         )
         if not wait and wait_timeout is None:
-            _say(job.model_dump_json() if as_json else job.id)
-            _hint(f"watch it: reshard jobs watch {job.id}", quiet=quiet)
+            say(job.model_dump_json() if as_json else job.id)
+            hint(f"watch it: reshard jobs watch {job.id}", quiet=quiet)
             return
-        _hint(f"job {job.id}", quiet=quiet)
+        hint(f"job {job.id}", quiet=quiet)
         job = _follow(client, job.id, timeout_s=wait_timeout, quiet=quiet)
     _say_end(job, as_json=as_json, quiet=quiet)
 
@@ -154,10 +152,9 @@ def list_jobs(
             if not token:
                 break
     if as_json:
-        _say(json.dumps({"schema_version": 1, "jobs": [job.model_dump(mode="json") for job in found]}))
+        say_all("jobs", found)
         return
-    for line in (job.id for job in found) if quiet else job_tables.table(found):
-        _say(line)
+    say(*((job.id for job in found) if quiet else job_tables.table(found)))
 
 
 @jobs.command()
@@ -165,11 +162,7 @@ def show(job_id: JobId, *, as_json: JsonFlag = False) -> None:
     """Show one job."""
     with _client() as client:
         job = client.get(whole_id(client, job_id))
-    if as_json:
-        _say(job.model_dump_json())
-        return
-    for line in job_tables.facts(job):
-        _say(line)
+    say(*([job.model_dump_json()] if as_json else job_tables.facts(job)))
 
 
 @jobs.command()
@@ -184,7 +177,7 @@ def watch(
     if job.kind is JobKind.CONVERT:
         _say_end(job, as_json=False, quiet=quiet)
     else:
-        _hint(job_tables.outcome(job), quiet=quiet)
+        hint(job_tables.outcome(job), quiet=quiet)
 
 
 @jobs.command()
@@ -208,7 +201,7 @@ def logs(
     with _client() as client:
         whole = whole_id(client, job_id)
         for event in client.watch(whole) if follow_on else client.events(whole):
-            _say(event.model_dump_json() if as_json else log_line(event))
+            say(event.model_dump_json() if as_json else log_line(event))
 
 
 @jobs.command()
@@ -216,7 +209,7 @@ def cancel(job_id: JobId, *, as_json: JsonFlag = False) -> None:
     """Cancel a job and remove its unfinished output, also that of a FAILED one. Cancelling twice is harmless."""
     with _client() as client:
         job = client.cancel(whole_id(client, job_id))
-    _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
+    say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
 
 
 @jobs.command()
@@ -232,7 +225,7 @@ def retry(
     with _client() as client:
         job = client.retry(whole_id(client, job_id))
         if not wait and wait_timeout is None:
-            _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
+            say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
             return
         job = _follow(client, job.id, timeout_s=wait_timeout, quiet=quiet)
     _say_end(job, as_json=as_json, quiet=quiet)
@@ -244,10 +237,9 @@ def workers(*, as_json: JsonFlag = False) -> None:
     with _client() as client:
         found = client.workers()
     if as_json:
-        _say(json.dumps({"schema_version": 1, "workers": [worker.model_dump(mode="json") for worker in found]}))
+        say_all("workers", found)
         return
-    for line in job_tables.nodes(found):
-        _say(line)
+    say(*job_tables.nodes(found))
 
 
 def serve(
@@ -341,25 +333,15 @@ def _follow(client: Client, job_id: str, *, timeout_s: float | None, quiet: bool
 
 def _say_end(job: Job, *, as_json: bool, quiet: bool) -> None:
     """Print how a job has ended, the next step, and the target."""
-    _hint(job_tables.outcome(job), quiet=quiet)
+    hint(job_tables.outcome(job), quiet=quiet)
     if job.result is not None:
         for line in next_steps(job.result.to, job.result.target, (file.path for file in job.result.files)):
-            _hint(f"next: {line}", quiet=quiet)
-    _say(job.model_dump_json() if as_json else job.request.target)
+            hint(f"next: {line}", quiet=quiet)
+    say(job.model_dump_json() if as_json else job.request.target)
 
 
 def _say_event(event: JobEvent) -> None:
-    _say(event.model_dump_json())
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def _hint(line: str, *, quiet: bool) -> None:
-    if not quiet:
-        sys.stderr.write(f"{line}\n")
+    say(event.model_dump_json())
 
 
 # `reshard db`: the job database of a service, for its operator.

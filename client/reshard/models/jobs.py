@@ -455,6 +455,11 @@ class SubmitRequest(ConvertRequest):
     priority: int = Field(default=0, ge=-100, le=100)
     """Jobs with a higher priority begin, and get helpers, before others. Running jobs are not interrupted."""
 
+    def conversion(self) -> ConvertRequest:
+        """The conversion that is asked for, without the job's own fields."""
+        own = SubmitRequest.model_fields.keys() - ConvertRequest.model_fields.keys()
+        return ConvertRequest.model_validate(self.model_dump(exclude=own))
+
 
 class JobEvent(WireModel):
     """One entry of a job's event log; `seq` grows by one within a job."""

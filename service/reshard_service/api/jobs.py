@@ -69,8 +69,6 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 MAX_WAIT_S = 60.0
 RETRY_AFTER_S = "2"
-_OWN_FIELDS = SubmitRequest.model_fields.keys() - ConvertRequest.model_fields.keys()
-"""The fields of a submission that are not part of the conversion."""
 _PREFER_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
 
 
@@ -142,8 +140,7 @@ async def create_job(
         hold = found
     settings, traceparent = context.settings, current().traceparent
     try:
-        asked = ConvertRequest.model_validate(body.model_dump(exclude=_OWN_FIELDS))
-        request = settings.maxima.allowed_request(asked)
+        request = settings.maxima.allowed_request(body.conversion())
         limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
         limits.require_priority(body.priority)
         planned_bytes = await admit(request, limits=limits, settings=settings, prober=context.prober)

@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, nodes
 
 from reshard.choices import JobState, TokenScope
 from reshard.draw.layout import STYLE
-from reshard.errors import RequestError, format_size, printable
+from reshard.errors import RequestError, counted, format_size, printable
 from reshard_jobs.tenants.principals import Principal
 from reshard_service.auth import COOKIE, STATIC, path_of, root_of
 from reshard_service.middleware import refuse_unstorable
@@ -273,7 +273,7 @@ _environment.filters.update(
 _environment.filters["tone"] = tone
 cast("dict[str, Any]", _environment.filters).update(
     {
-        "counted": words.counted,
+        "counted": counted,
         "format_name": words.format_name,
         "is_command": words.is_command,
         "product": prod,

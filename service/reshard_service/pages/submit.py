@@ -21,7 +21,7 @@ from reshard.choices import TokenScope
 from reshard.declared import declared_options
 from reshard.draw.layout import render as drawn
 from reshard.errors import JobError, RequestError, ReshardError
-from reshard.models.jobs import ConvertRequest, Inspection, Job, PlanSummary, PossibleTarget, SubmitRequest
+from reshard.models.jobs import Inspection, Job, PlanSummary, PossibleTarget, SubmitRequest
 from reshard.models.reports import LayoutPair
 from reshard.option import parse_size
 from reshard_engine.storage.urls import is_within
@@ -393,10 +393,8 @@ async def _page(  # noqa: PLR0913 - what the page shows
 
 
 async def _plan(context: ServiceContext, caller: Principal, body: SubmitRequest) -> PlanSummary:
-    own = SubmitRequest.model_fields.keys() - ConvertRequest.model_fields.keys()
-    asked = ConvertRequest.model_validate(body.model_dump(exclude=own))
     try:
-        return await planned(context, caller, context.settings.maxima.allowed_request(asked))
+        return await planned(context, caller, context.settings.maxima.allowed_request(body.conversion()))
     except ProbeTimeout as error:
         raise JobError(
             "job.wait_timeout",
@@ -446,9 +444,8 @@ async def layout_of_job(
 async def layout_of_plan(request: Request, context: Context, caller: Submitter, tensor: _Tensor = "") -> Response:
     """Draw the layouts of a conversion that is not submitted yet."""
     fields = {name: request.query_params.get(name, "") for name in FIELDS}
-    own = SubmitRequest.model_fields.keys() - ConvertRequest.model_fields.keys()
-    asked = ConvertRequest.model_validate(request_of(fields).model_dump(exclude=own))
-    return _layout_page(request, await pictured(context, caller, asked, tensor or None), {**fields, "tensor": tensor})
+    pair = await pictured(context, caller, request_of(fields).conversion(), tensor or None)
+    return _layout_page(request, pair, {**fields, "tensor": tensor})
 
 
 def _layout_page(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from reshard.choices import JobState, TargetFormat
 from reshard.declared import declared_options
-from reshard.errors import format_size
+from reshard.errors import counted, format_size
 from reshard.installed_formats import installed_formats
 from reshard.models.jobs import ConvertRequest
 from reshard.option import parse_size
@@ -70,11 +70,6 @@ def format_name(name: str) -> str:
 def target_part(name: str) -> str:
     """The kind of parallelism of one of a format's targets, such as `zero --tp`."""
     return worded(name.partition(" ")[2]).strip("“”") or target_name(name)
-
-
-def counted(count: int, noun: str) -> str:
-    """A number of things: `1 file`, `1,204 files`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def state_name(state: JobState | str) -> str:
