@@ -17,7 +17,7 @@ import pytest
 from house.expected import some
 from reshard.ensuring import election as _election
 from reshard.ensuring.election import Election
-from reshard.shared_work import process_name
+from reshard.shared_work import Lease, process_ended, process_name
 
 ELSEWHERE = "0123456789-1-0123456789ab"
 """The name of a process of another host."""
@@ -151,3 +151,29 @@ def test_a_process_that_saw_a_stale_claim_leaves_the_claim_that_followed_it(tmp_
         slow._remove(seen)
         assert path.read_text() == text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_whole_names_of_this_host_tell_that_a_process_has_ended() -> None:
+    mine = process_name()
+    scope, pid, nonce = mine.split("-")
+    assert mine != process_name()
+    assert int(pid) == os.getpid()
+    assert not process_ended(mine)
+    ended = name_of_an_ended_process()
+    assert process_ended(ended)
+    assert process_ended(f"{scope}-{10**12}-{nonce}"), "no process has such an id"
+    assert not any(map(process_ended, (ended[:-1], f"{ended}0", f"x{ended[1:]}", ELSEWHERE, f"{scope}-1-{nonce}", "")))
+
+
+def test_a_lease_is_over_when_nothing_has_changed_for_its_length() -> None:
+    now = [0.0]
+    lease = Lease(10.0, lambda: now[0])
+    now[0] = 9.0
+    lease.saw("first")
+    now[0] = 19.0
+    lease.saw("first")
+    assert not lease.is_over
+    now[0] = 19.5
+    assert lease.is_over
+    lease.saw("second")
+    assert not lease.is_over
