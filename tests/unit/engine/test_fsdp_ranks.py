@@ -22,9 +22,10 @@ from torch.distributed.tensor.placement_types import (
 )
 
 import reshard
+from house.promises import broken_promises
 from laws.rank_files import FSDP1, ROWS, Placements, Tensors, World, numbers, save_accelerate, save_verl, small_model
 from reshard.choices import OpaquePolicy
-from reshard.errors import ReshardError, SourceError
+from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.formats.sources import read_checkpoint
@@ -203,6 +204,21 @@ def test_names_need_no_word(tmp_path: Path) -> None:
     assert none.assumed == ()
 
 
+def _named_parameters(rank: int, item: str, value: dict[str, Any]) -> None:
+    if item == "optim":
+        value["param_groups"][0]["param_names"] = [
+            "embed.weight", "layers.0.o.weight", "layers.0.q.weight", "norm.weight",
+        ]  # fmt: skip
+
+
+def test_names_that_the_groups_keep_are_the_numbers_names(tmp_path: Path) -> None:
+    save_verl(small_model(), tmp_path / "in", World(), change=_named_parameters)
+    found = read(tmp_path / "in")
+    assert [p.fqn for p in found.trained] == ["embed.weight", "layers.0.o.weight", "layers.0.q.weight", "norm.weight"]
+    assert found.assumed == ()
+    assert [b.fqn for b in found.buffers] == ["count", "table"]
+
+
 @pytest.mark.parametrize("order", [None, "model"])
 def test_several_groups_of_numbers_need_a_word(order: str | None, tmp_path: Path) -> None:
     groups = [["embed.weight", "layers.0.q.weight"], ["layers.0.o.weight", "norm.weight"]]
@@ -309,6 +325,10 @@ def test_two_models_of_accelerate_are_chosen(tmp_path: Path) -> None:
     found = read(place, model_key="pytorch_model_fsdp_1")
     assert all(f.name.startswith(("pytorch_model_fsdp_1", "optimizer_1")) for f in found.files)
     assert {e.path for e in found.not_carried} == {p.name for p in place.glob("*_0_*")}
+    with pytest.raises(RequestError, match="there is pytorch_model_fsdp_0, pytorch_model_fsdp_1"):
+        read(place, model_key="actor")
+    with pytest.raises(RequestError, match="--scheduler-key"):
+        read(place, model_key="pytorch_model_fsdp_1", scheduler_key="x")
 
 
 def test_pictures_name_the_ranks(tmp_path: Path) -> None:
@@ -327,3 +347,9 @@ def test_a_learning_rate_may_be_a_tensor(tmp_path: Path) -> None:
     reshard.convert(place, tmp_path / "out", to="dcp", grammar="state-dict", progress=False)
     found = reshard.diff(place, tmp_path / "out", progress=False)
     assert [d for d in found.differences if "param_groups" in d.name] == []
+
+
+@pytest.mark.parametrize("save", [save_verl, save_accelerate])
+def test_what_inspect_promises_works(save: Callable[..., Path], tmp_path: Path) -> None:
+    place = save(small_model(rows=6), tmp_path / "in", World())
+    assert broken_promises(place, tmp_path / "out") == []

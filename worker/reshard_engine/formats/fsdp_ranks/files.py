@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
-from reshard.errors import SourceError, counted, listed, printable
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
@@ -82,6 +82,7 @@ def rank_set(location: Location, listing: Listing, model_key: str | None) -> Ran
     Raises:
         SourceError: `checkpoint.incomplete` if a rank's file is missing, `checkpoint.mixed` for files of several saves,
             `checkpoint.ambiguous` for several models, `source.unsupported` for LOCAL_STATE_DICT.
+        RequestError: `request.invalid` for a model that is not there.
     """
     infos = names_of(listing)
     if local := sorted(n for n in infos if _LOCAL.fullmatch(n)):
@@ -170,8 +171,8 @@ def _of_accelerate(
         )
     chosen = models[0] if model_key is None else model_key
     if chosen not in models:
-        raise SourceError(
-            "checkpoint.ambiguous",
+        raise RequestError(
+            "request.invalid",
             f"no model is called {printable(chosen)!r} here; there is {listed(models)}",
             fix=", or ".join(f"--model-key {m}" for m in models[:3]),
         )

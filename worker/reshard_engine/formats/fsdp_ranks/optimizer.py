@@ -31,7 +31,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.fsdp_ranks.sharded import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import plain_name
-from reshard_engine.pickles.nodes import Node, PTensor, kind_of, mapping_items, sequence_items
+from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, foreign_paths
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 from reshard_engine.tensors.shard_map import is_packed
@@ -40,7 +40,7 @@ Order = ParamOrder | tuple[str, ...] | None
 """The user's word on the order of an optimizer's parameters."""
 Key = str | int
 """The optimizer's key of a parameter: its name, or its number."""
-PARAMS = "params"
+PARAMS, _NAMES = "params", "param_names"
 _STEP = "step"
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
 _ADAPTER = (".lora_", ".modules_to_save.")
@@ -132,7 +132,7 @@ def _state_of(file: RankFile, value: Node, what: str) -> Held | Number | None:
     if type(value) is int or type(value) is float:
         return Number(value)
     held = file.held(value, what)
-    if held is None or held.shape != ():
+    if held is None or held.shape != () or not held.parts:
         return held
     part = held.parts[0]
     return Number(None, file.parsed.file, part.at, held.dtype, (), part.sum)
@@ -365,9 +365,9 @@ class _Reading:
             lengths: The number of elements of numbers that have slices, in place of shapes.
         """
         names, ties = self._candidates()
-        keys: list[Key] = list(self._members)
-        if isinstance(self._order, tuple):
-            names = self._said(len(keys))
+        parameters, keys, own = {*names}, sorted(self._members, key=int), self._own_names()
+        if own or isinstance(self._order, tuple):
+            names, ties = (list(map(self._named, own)) if own else self._said(len(keys))), {}
         elif len(names) != len(keys):
             if (adapter := self._of_adapter(names, shapes)) is not None:
                 return adapter
@@ -383,7 +383,7 @@ class _Reading:
             )
             model = "--param-order model if the groups take the model's parameters one after another"
             raise _Unread(text, f"{_SAY_ORDER}; {model}")
-        found = dict(zip(sorted(keys, key=int), names, strict=True))
+        found: dict[Key, str] = dict(zip(keys, names, strict=True))
         for key, name in found.items():
             held = shapes.get(key) if lengths is None else lengths.get(key)
             wanted = self._shapes[name] if lengths is None else prod(self._shapes[name])
@@ -396,10 +396,26 @@ class _Reading:
                     raise RequestError("request.invalid", f"--param-order: {text}", fix=_SAY_ORDER)
                 raise _Unread(f"{text}: the numbers do not count the model's parameters in order", _SAY_ORDER)
         self._found.ties = ties
-        self._found.counts_all = True
-        if self._order is None and not self._proven(names):
+        self._found.counts_all = {*names} == parameters
+        have_shapes = len(shapes if lengths is None else lengths) == len(keys)
+        if not own and self._order is None and not (have_shapes and self._proven(names)):
             self._found.assumed = (_IN_ORDER,)
         return found
+
+    def _own_names(self) -> list[str]:
+        """The names that the groups keep, of an optimizer that was made of named parameters; none if one keeps none.
+
+        Source: torch 2.13.0 `optim/optimizer.py` (`param_names`).
+        """
+        found: dict[int, str] = {}
+        for group in self._groups:
+            names = group.get(_NAMES)
+            held = list(names.items) if isinstance(names, PList | PTuple) else []
+            members = sequence_items(group.get(PARAMS), what=PARAMS)
+            if len(held) != len(members) or not all(isinstance(n, str) for n in held):
+                return []
+            found |= dict(zip(members, held, strict=True))
+        return [found[number] for number in sorted(found)]
 
     def _said(self, count: int) -> list[str]:
         """The names that the user listed."""

@@ -13,6 +13,7 @@ running, the older mesh by its source alone.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -437,8 +438,9 @@ class RankFile:
             if not isinstance(tensor, PTensor) or tensor.shape != box[1] or tensor.dtype != dtype.name:
                 raise self._bad(what, f"its shard at {box[0]} is {box[1]}, and the local tensor is another one")
             parts.append(self._part(tensor, box[0]))
-        words = "; ".join(f"{sizes} at {offsets}" for offsets, sizes in boxes)
-        return Held(dtype, shape, f"shards of {words}", tuple(parts))
+        # Each rank lists the shards of all ranks, so the words are a digest: texts would take ranks times ranks.
+        digest = hashlib.sha256(repr(boxes).encode()).hexdigest()[:12]
+        return Held(dtype, shape, f"{counted(len(boxes), 'shard')}, {digest}", tuple(parts))
 
     def _shard_box(self, node: Node, dims: int, what: str) -> tuple[Shape, Shape]:
         state = _attributes_of(node)
