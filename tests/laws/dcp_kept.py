@@ -34,7 +34,7 @@ def kept(state: LogicalState, layout: Layout, *, full: bool) -> LogicalState:
     found = replace(state, parameters=tuple(parameters), buffers=buffers, aliases=ties)
     if not full:
         return _renamed(replace(found, groups=(), steps=(), values={}))
-    found = _with_zeros(found, idle_parameters(state, layout))
+    found = with_zeros(found, idle_parameters(state, layout))
     return _renamed(replace(found, values=_kept_values(state, layout)))
 
 
@@ -77,7 +77,7 @@ def _is_found_tied(state: LogicalState, layout: Layout, owner: str) -> bool:
     return known and len(parameter.shape) > 1 and parameter.weight is not None and parameter.weight.numel > 0
 
 
-def _with_zeros(state: LogicalState, idle: frozenset[str]) -> LogicalState:
+def with_zeros(state: LogicalState, idle: frozenset[str]) -> LogicalState:
     """What Adam would have begun with, in place of the states that parameters without gradients do not have."""
     names = state.state_names
 

@@ -10,6 +10,7 @@ from laws.dcp_source import DCP_SOURCES, DcpSource
 from laws.dcp_target import DcpTarget
 from laws.deepspeed_source import STAGES
 from laws.native_target import NativeTarget
+from laws.rank_source import RANK_SOURCES
 from laws.targets import UniversalTarget, WeightsTarget
 from laws.universal_source import UniversalSource
 from laws.weights_source import WeightsSource
@@ -31,6 +32,7 @@ SOURCES: tuple[SourceFormat, ...] = (
     WeightsSource("safetensors"),
     WeightsSource("torch"),
     *DCP_SOURCES,
+    *RANK_SOURCES,
 )
 
 

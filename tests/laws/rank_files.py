@@ -27,6 +27,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from laws.dcp_files import Sharded
+
 Placements = Sequence[Placement] | str
 ROWS = (Shard(0),)
 Change = Callable[[int, str, dict[str, Any]], None]
@@ -143,6 +145,31 @@ def save_verl(
 def save_accelerate(tensors: Tensors, folder: Path, world: World, *, change: Change | None = None) -> Path:
     """The files of Accelerate without DCP: names, and no file beside model and optimizer."""
     return _save(tensors, folder, world, str, tensors.groups, _ACCELERATE, change, None)
+
+
+def save_run(
+    model: Mapping[str, Any], optimizer: Mapping[str, Any], extra: Mapping[str, Any] | None, folder: Path, world: World
+) -> None:
+    """The files of a run whose state dicts hold `dcp_files.Sharded`: verl's with an extra state, else Accelerate's.
+
+    Entries that are one object stay one: a tied weight is one DTensor.
+    """
+    for rank in range(world.size):
+        with world.mesh_of(rank) as mesh:
+            made: dict[int, Any] = {}
+
+            def of_rank(value: Any, mesh: DeviceMesh = mesh, made: dict[int, Any] = made) -> Any:
+                if isinstance(value, Sharded):
+                    if id(value) not in made:
+                        made[id(value)] = _cut(value.whole, mesh, value.placements)
+                    return made[id(value)]
+                return {k: of_rank(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+            items = {"model": OrderedDict(of_rank(dict(model))), "optim": of_rank(dict(optimizer))}
+            names = _ACCELERATE if extra is None else _VERL
+            items |= {} if extra is None else {"extra_state": dict(extra)}
+            for item, value in items.items():
+                torch.save(value, folder / names[item].format(rank=rank, world=world.size))
 
 
 FSDP1 = "ShardedTensor"

@@ -67,6 +67,8 @@ class Number:
     shape: Shape = ()
     sum: int | None = None
     """CRC-32 of the element's bytes, where the file's directory has it."""
+    held: Held | None = None
+    """The tensor, which of a parameter without dimensions may be a state like any other."""
 
     def raw(self) -> bytes:
         """The bytes of the element."""
@@ -135,7 +137,7 @@ def _state_of(file: RankFile, value: Node, what: str) -> Held | Number | None:
     if held is None or held.shape != () or not held.parts:
         return held
     part = held.parts[0]
-    return Number(None, file.parsed.file, part.at, held.dtype, (), part.sum)
+    return Number(None, file.parsed.file, part.at, held.dtype, (), part.sum, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,6 +464,8 @@ class _Reading:
                 )
             for state in held[0]:
                 values = [h[state] for h in held]
+                if self._shapes[name] == () and state != _STEP:
+                    values = [v.held if isinstance(v, Number) and v.held is not None else v for v in values]
                 boxes = tuple(v for v in values if isinstance(v, Held))
                 if len(boxes) != len(values):
                     self._add_number(name, state, values)
