@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
+from servers.http import Handler, answering
 from servers.s3 import S3Server
 
 _HEAD = '<?xml version="1.0" encoding="UTF-8"?>'
@@ -45,10 +43,10 @@ def _answering(kind: str) -> Generator[str]:
     """An endpoint whose listings are of this kind."""
     pages = iter(range(10**9))
 
-    class Handler(BaseHTTPRequestHandler):
+    class Listing(Handler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def do_GET(self) -> None:  # noqa: N802
             number = next(pages)
             text = {
                 "same-token": lambda: _page(number, "again"),
@@ -69,18 +67,8 @@ def _answering(kind: str) -> Generator[str]:
 
         do_HEAD = do_GET  # noqa: N815  (the name that the library calls)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(Listing) as url:
+        yield url
 
 
 _LOOK = """

@@ -6,9 +6,8 @@ import functools
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Generator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, sync_playwright
 
 from house.repository import ROOT
+from servers.http import answering
 
 PAGES = ("tutorial.html", "comparison.html")
 MORE = ("index.html", "cli.html", "concepts/layouts.html", "reference/rest.html", "reference/python-api.html")
@@ -40,13 +40,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     folder = tmp_path_factory.mktemp("documents")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True, capture_output=True)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(functools.partial(_Quiet, directory=str(folder))) as url:
+        yield f"{url}/"
 
 
 @pytest.mark.parametrize(("names", "width", "scheme"), LOOKS)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from reshard.errors import JobError, RequestError
 from reshard_service import auth
 from reshard_service.auth import IssuerKeys
 from reshard_service.settings import ServiceSettings
+from servers.http import Handler, answering
 from servers.stack import Stack
 
 OPERATOR = "the token of the operator"
@@ -70,33 +70,21 @@ def _public(kid: str, algorithm: str, key: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def issuer() -> Generator[Issuer]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Pages(Handler):
+        def do_GET(self) -> None:  # noqa: N802
             found.fetched += 1
             pages = {
                 "/.well-known/openid-configuration": {"issuer": found.url, "jwks_uri": f"{found.url}/keys"},
                 "/keys": found.jwks(),
             }
-            body = json.dumps(pages[self.path]).encode()
-            self.send_response(503 if found.away else 200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(503 if found.away else 200, json.dumps(pages[self.path]).encode())
 
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found = Issuer(f"http://127.0.0.1:{server.server_address[1]}")
-    found.add("rsa", "RS256", rsa.generate_private_key(public_exponent=65537, key_size=2048))
-    found.add("ec", "ES256", ec.generate_private_key(ec.SECP256R1()))
-    found.add("ed", "EdDSA", ed25519.Ed25519PrivateKey.generate())
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield found
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(Pages) as url:
+        found = Issuer(url)
+        found.add("rsa", "RS256", rsa.generate_private_key(public_exponent=65537, key_size=2048))
+        found.add("ec", "ES256", ec.generate_private_key(ec.SECP256R1()))
+        found.add("ed", "EdDSA", ed25519.Ed25519PrivateKey.generate())
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.s3 import S3Store
+from servers.http import Handler, answering
 from servers.proxy import LoggingProxy, logging_proxy
 from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
@@ -115,28 +114,16 @@ def _answering(status: int, code: str) -> Generator[S3Profile]:
     """An endpoint that answers every request with one error."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Failing(Handler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
+        def do_GET(self) -> None:  # noqa: N802
+            self.answer(status, body)
 
         do_HEAD = do_GET  # noqa: N815  (the name that the library calls)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield S3Profile(f"http://127.0.0.1:{server.server_port}", "key", "secret", region="us-east-1")
-    finally:
-        server.shutdown()
-        server.server_close()
+    with answering(Failing) as url:
+        yield S3Profile(url, "key", "secret", region="us-east-1")
 
 
 @pytest.mark.parametrize(
@@ -242,36 +229,20 @@ def _replying(*replies: tuple[int, str]) -> Generator[tuple[S3Store, list[str]]]
     """A store whose n-th answer to DeleteObjects is fixed, the last one for all after it; and what it was asked."""
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+    class Deleting(Handler):
+        def do_POST(self) -> None:  # noqa: N802
             self.rfile.read(int(self.headers["Content-Length"]))
             status, body = replies[min(asked.count("POST"), len(replies) - 1)]
             asked.append("POST")
-            self._reply(status, body)
+            self.answer(status, body.encode())
 
-        def do_DELETE(self) -> None:
+        def do_DELETE(self) -> None:  # noqa: N802
             asked.append(self.path)
             denied = "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
-            self._reply(*((403, denied) if "denied" in self.path else (204, "")))
+            self.answer(*((403, denied.encode()) if "denied" in self.path else (204, b"")))
 
-        def _reply(self, status: int, body: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield _store(f"http://127.0.0.1:{server.server_port}"), asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(Deleting) as url:
+        yield _store(url), asked
 
 
 @pytest.mark.parametrize(

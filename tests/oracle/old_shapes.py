@@ -58,6 +58,10 @@ def _drop(*keys: str) -> Callable[[Contents], None]:
     return change
 
 
+def _without(edit: Callable[[Path, Callable[[Contents], None]], None], *keys: str) -> Callable[[Path], None]:
+    return lambda tag_dir: edit(tag_dir, _drop(*keys))
+
+
 def before_0_5_4_one_mapping_of_shapes(tag_dir: Path) -> None:
     """``param_shapes`` is one mapping over all groups (formats, row 0.5.4; engine.py ``_get_zero_param_shapes``)."""
 
@@ -131,29 +135,16 @@ def before_0_5_6_elastic_lists(tag_dir: Path) -> None:
     _edit_optim(tag_dir, change)
 
 
-def before_0_7_3_no_slice_mappings(tag_dir: Path) -> None:
-    """No ``param_slice_mappings`` (formats, row 0.7.3)."""
-    _edit_optim(tag_dir, _drop("param_slice_mappings"))
-
-
-def before_0_9_0_no_shared_params(tag_dir: Path) -> None:
-    """Tied names are not listed (formats, row 0.9.0).  Comes last: what is tied shows in storages alone afterwards."""
-    _edit_model(tag_dir, _drop("shared_params"))
-
-
-def before_0_9_1_no_frozen_entries(tag_dir: Path) -> None:
-    """Frozen parameters are not described (formats, row 0.9.1)."""
-    _edit_model(tag_dir, _drop("frozen_param_shapes", "frozen_param_fragments"))
-
-
-def before_0_19_5_no_parallel_dimensions(tag_dir: Path) -> None:
-    """No ``checkpoint_parallel_dimensions`` (formats, row 0.19.5)."""
-    _edit_model(tag_dir, _drop("checkpoint_parallel_dimensions"))
-
-
-def before_0_19_7_no_alignment_paddings(tag_dir: Path) -> None:
-    """No ``param_alignment_paddings`` (formats, row 0.19.7)."""
-    _edit_optim(tag_dir, _drop("param_alignment_paddings"))
+before_0_7_3_no_slice_mappings = _without(_edit_optim, "param_slice_mappings")
+"""No ``param_slice_mappings`` (formats, row 0.7.3)."""
+before_0_9_0_no_shared_params = _without(_edit_model, "shared_params")
+"""Tied names are not listed (formats, row 0.9.0).  Comes last: what is tied shows in storages alone afterwards."""
+before_0_9_1_no_frozen_entries = _without(_edit_model, "frozen_param_shapes", "frozen_param_fragments")
+"""Frozen parameters are not described (formats, row 0.9.1)."""
+before_0_19_5_no_parallel_dimensions = _without(_edit_model, "checkpoint_parallel_dimensions")
+"""No ``checkpoint_parallel_dimensions`` (formats, row 0.19.5)."""
+before_0_19_7_no_alignment_paddings = _without(_edit_optim, "param_alignment_paddings")
+"""No ``param_alignment_paddings`` (formats, row 0.19.7)."""
 
 
 def fragment_addresses_of_bf16_optimizer(tag_dir: Path) -> None:
@@ -204,9 +195,8 @@ def before_0_3_17_sub_partitions(tag_dir: Path) -> None:
     _edit_optim(tag_dir, change)
 
 
-def before_param_shapes(tag_dir: Path) -> None:
-    """No ``param_shapes`` anywhere: only the model itself could name the parameters (before zero_to_fp32 existed)."""
-    _edit_model(tag_dir, _drop("param_shapes"))
+before_param_shapes = _without(_edit_model, "param_shapes")
+"""No ``param_shapes`` anywhere: only the model itself could name the parameters (before zero_to_fp32 existed)."""
 
 
 def rewrite(tag_dir: str, names: list[str]) -> None:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from servers.http import Handler, answering
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def collector() -> Generator[Collector]:
     """A receiver on a port of its own."""
     found = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+    class Taking(Handler):
+        def do_POST(self) -> None:  # noqa: N802
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if found.hangs.is_set():
                 found.released.wait(60)
@@ -104,20 +105,10 @@ def collector() -> Generator[Collector]:
             found.headers.append({k.lower(): v for k, v in self.headers.items()})
             found.bodies.append(body)
             found.take(body)
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(200)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing is written."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    found.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield found
-    finally:
-        found.released.set()
-        server.shutdown()
-        server.server_close()
+    with answering(Taking) as found.endpoint:
+        try:
+            yield found
+        finally:
+            found.released.set()

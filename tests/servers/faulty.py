@@ -10,8 +10,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
+
+from servers.http import answering
 
 _HOP = {"connection", "keep-alive", "transfer-encoding", "expect"}
 
@@ -71,17 +73,8 @@ def faulty_proxy(upstream: str) -> Generator[FaultyProxy]:
         server_place = place
         faults = proxy
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    proxy.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
+    with answering(Handler) as proxy.endpoint:
         yield proxy
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Generator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from reshard.api.wire import Answer
 from reshard.choices import JobState
 from reshard.errors import JobError, RequestError, SourceError
 from reshard.models.jobs import Job, JobList
+from servers.http import Handler, answering
 
 PROBLEM = {"code": "source.not_found", "detail": "nothing there", "fix": "look again", "details": {"url": "x"}}
 
@@ -141,7 +141,7 @@ class Faulty:
         self.seen: list[tuple[str, str, dict[str, str]]] = []
         faulty = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Replying(Handler):
             protocol_version = "HTTP/1.1"
 
             def _serve(self) -> None:
@@ -152,21 +152,15 @@ class Faulty:
 
             do_GET = do_POST = _serve  # noqa: N815
 
-            def log_message(self, format: str, *args: Any) -> None:
-                del format, args
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.handler = Replying
+        self.url = ""
 
 
 @pytest.fixture
 def faulty() -> Generator[Faulty]:
     found = Faulty()
-    thread = threading.Thread(target=found.server.serve_forever, daemon=True)
-    thread.start()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
+    with answering(found.handler) as found.url:
+        yield found
 
 
 def send(status: int, body: bytes, kind: str = "application/json", *, cut: bool = False, **headers: str) -> Reply:
