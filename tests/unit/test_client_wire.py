@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from reshard.api import wire
 from reshard.api.client import Client
@@ -17,7 +18,10 @@ from reshard.api.exchange import EventLines, ServerEvent
 from reshard.api.wire import Answer
 from reshard.choices import JobState
 from reshard.errors import JobError, RequestError, SourceError
-from reshard.models.jobs import Job, JobList
+from reshard.models.access import NewTenant, NewToken, RotateRequest
+from reshard.models.jobs import ConvertRequest, Job, JobList, SubmitRequest
+from reshard.options import DeepSpeedOptions, PeftOptions, WeightsOptions
+from reshard.wire_model import RequestModel
 from servers.http import Handler, answering
 
 PROBLEM = {"code": "source.not_found", "detail": "nothing there", "fix": "look again", "details": {"url": "x"}}
@@ -262,3 +266,32 @@ def test_pages(faulty: Faulty) -> None:
     with Client(faulty.url) as client:
         assert client.list(page_size=3).next_page_token == "t"
     assert faulty.seen[0][1] == "/v1/jobs?page_size=3"
+
+
+# Requests hold numbers where the API's document says so: `true` and `"5"` are none.
+
+
+MODELS: tuple[type[RequestModel], ...] = (
+    ConvertRequest, DeepSpeedOptions, NewTenant, NewToken, PeftOptions, RotateRequest, SubmitRequest, WeightsOptions,
+)  # fmt: skip
+
+
+def numbers() -> Iterator[tuple[type[RequestModel], str]]:
+    for model in MODELS:
+        for name, field in model.model_json_schema()["properties"].items():
+            kinds = {field.get("type"), *(option.get("type") for option in field.get("anyOf", ()))} - {None, "null"}
+            if kinds and kinds <= {"integer", "number"}:
+                yield model, name
+
+
+def test_there_are_numbers() -> None:
+    assert {model for model, _ in numbers()} == set(MODELS)
+
+
+@pytest.mark.parametrize("wrong", [True, False, "5"])
+@pytest.mark.parametrize(("model", "name"), list(numbers()))
+def test_what_is_no_number_is_refused(model: type[RequestModel], name: str, wrong: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({name: wrong})
+    (own,) = [error for error in caught.value.errors() if error["loc"] == (name,)]
+    assert "not a number" in own["msg"]

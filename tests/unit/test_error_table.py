@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from traceback import format_exception
 from types import SimpleNamespace
@@ -15,6 +19,7 @@ import reshard_engine.operations
 from house.expected import raised
 from reshard.cli.main import run
 from reshard.cli.remote import load_command
+from reshard.ensuring import local_checkpoints
 from reshard.errors import (
     CODES,
     ExitCode,
@@ -29,6 +34,8 @@ from reshard.errors import (
 )
 from reshard.local import load_engine
 from reshard_engine.execute.executor import StoppedError
+from reshard_engine.execute.sinks import local
+from reshard_engine.storage.local import translated
 
 ROOTS = [Path(reshard.__file__).parent, *(Path(__file__).parents[2] / d for d in ("worker", "service"))]
 
@@ -128,3 +135,25 @@ def test_a_missing_library_shows_one_error_and_not_two(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "reshard_engine.operations.state_dicts", None)
     monkeypatch.delattr(reshard_engine.operations, "state_dicts", raising=False)  # where another test has imported it
     assert "ModuleNotFoundError" not in "".join(format_exception(raised(RequestError, load_engine().state_dicts)))
+
+
+# Errors of the file system have one code each, whoever writes.
+
+
+@pytest.mark.parametrize("door", [local_checkpoints.writing, local.writing, translated])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.EACCES, "storage.denied"),
+        (errno.EPERM, "storage.denied"),
+        (errno.EROFS, "storage.denied"),
+        (errno.ENOSPC, "storage.no_space"),
+        (errno.EDQUOT, "storage.no_space"),
+        (errno.EIO, "storage.unavailable"),
+    ],
+)
+def test_codes(door: Callable[[str], AbstractContextManager[None]], number: int, code: str) -> None:
+    with pytest.raises(StorageError) as caught, door("/mnt/run"):
+        raise OSError(number, os.strerror(number))
+    assert caught.value.code == code
+    assert "/mnt/run" in str(caught.value)
