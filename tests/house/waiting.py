@@ -21,7 +21,7 @@ def wait_until(
         time.sleep(pause_s)
 
 
-def at_once(calls: Iterable[Callable[[], object]], *, timeout_s: float = 60.0) -> None:
+def at_once(calls: Iterable[Callable[[], object]], *, timeout_s: float = 240.0) -> None:
     """Return when all calls have, each in a thread of its own."""
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     Trainer,
@@ -22,25 +21,14 @@ from oracle.dcp_accelerate import join_as_accelerate
 from oracle.dcp_models import mean_over_ranks
 from oracle.dcp_peft import adapted, save_as_peft_does
 from oracle.dcp_truth import dump
-from oracle.ensured import _config as zero_config, _start as join_as_deepspeed
-from oracle.hf_models import config_of, tokens
+from oracle.ensured import Rows, join_as_deepspeed, zero_config
+from oracle.hf_models import config_of
 from oracle.train import dump_states
 
 GLOBAL_ROWS = 12
 """Rows of a step, on any number of ranks."""
 SAVED_STEP, STEPS = 3, 6
 _LAYERS = {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer"}
-
-
-class _Rows(Dataset[dict[str, torch.Tensor]]):
-    """Each row another sequence: who deals them out wrongly has other losses."""
-
-    def __len__(self) -> int:
-        return GLOBAL_ROWS * STEPS
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = tokens(1, index)[0]
-        return {"input_ids": ids, "labels": ids}
 
 
 class _Dumps(TrainerCallback):
@@ -145,7 +133,7 @@ def trainer(
     if model is None:
         model = AutoModelForCausalLM.from_config(config_of(kind))
     dumps = _Dumps(Path(folder), resumed=resume is not None, kind=kind, adapter=adapter)
-    run = _Recording(model=model, args=arguments, train_dataset=_Rows(), callbacks=[dumps])
+    run = _Recording(model=model, args=arguments, train_dataset=Rows(GLOBAL_ROWS * STEPS), callbacks=[dumps])
     run.losses = {}
     dumps.trainer = run
     path = resume if resume is None or to is None else reshard.ensure(resume, to=to, zero_stage=stage)

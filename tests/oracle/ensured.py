@@ -32,7 +32,7 @@ STEPS = 6
 SAVED_STEP = 3
 
 
-def _start() -> tuple[int, int]:
+def join_as_deepspeed() -> tuple[int, int]:
     """Joins the world, and has Accelerate see it; returns (rank, world).
 
     Without a GPU, accelerate 1.15.0 (`state.py`, `_prepare_backend`) finds no backend for DeepSpeed and takes each rank
@@ -45,7 +45,7 @@ def _start() -> tuple[int, int]:
     return rank, world
 
 
-def _config(stage: int) -> dict[str, Any]:
+def zero_config(stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 1,
@@ -56,13 +56,16 @@ def _config(stage: int) -> dict[str, Any]:
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Each row another sequence: who deals them out wrongly has other losses."""
+    """Each row another sequence: who deals them out wrongly has other losses. Or all rows one sequence."""
+
+    def __init__(self, count: int, *, alike: bool = False) -> None:
+        self.count, self.alike = count, alike
 
     def __len__(self) -> int:
-        return GLOBAL_ROWS * STEPS
+        return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = tokens(1, index)[0]
+        ids = tokens(1, 0 if self.alike else index)[0]
         return {"input_ids": ids, "labels": ids}
 
 
@@ -78,7 +81,7 @@ def script(path: str, arguments: list[str], environment: dict[str, str], without
     Returns:
         What this rank printed.
     """
-    _start()
+    join_as_deepspeed()
     os.environ |= environment | {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     runpy.run_path(without_gpu)
     sys.argv = [path, *arguments]
@@ -110,11 +113,11 @@ def trainer(
     Returns:
         ``losses`` by step, and the ``path`` that was resumed from.
     """
-    _, world = _start()
+    _, world = join_as_deepspeed()
     torch.manual_seed(4321)
     arguments = TrainingArguments(
         output_dir=folder,
-        deepspeed=_config(stage),
+        deepspeed=zero_config(stage),
         per_device_train_batch_size=GLOBAL_ROWS // world,
         learning_rate=5e-2 if lora else 3e-3,
         optim=optim,
@@ -130,7 +133,7 @@ def trainer(
     model: Any = AutoModelForCausalLM.from_config(config_of("gpt2"))
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=["c_attn"], fan_in_fan_out=True))
-    run = Trainer(model=model, args=arguments, train_dataset=Rows())
+    run = Trainer(model=model, args=arguments, train_dataset=Rows(GLOBAL_ROWS * STEPS))
     path = source if source is None or plain else reshard.ensure(source, dp=dp)
     run.train(resume_from_checkpoint=path)
     log = [entry for entry in run.state.log_history if "loss" in entry]
@@ -153,10 +156,10 @@ def accelerate(
         ``losses`` (mean over ranks) and learning rates by step, the ``path`` that was resumed from, and ``drawn``: a
         random number of this rank right after the state was loaded, or saved.
     """
-    rank, world = _start()
+    rank, world = join_as_deepspeed()
     torch.manual_seed(4321)
     mine = GLOBAL_ROWS // world
-    config = _config(stage) | {"train_micro_batch_size_per_gpu": mine}
+    config = zero_config(stage) | {"train_micro_batch_size_per_gpu": mine}
     if device is not None:
         config |= {"zero_force_ds_cpu_optimizer": False, "aio": {"block_size": 512}}
         config["zero_optimization"] |= {"sub_group_size": 500, "offload_optimizer": {"device": device}}

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
 from safetensors.torch import save_file
-from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     Trainer,
@@ -20,19 +19,12 @@ from transformers import (
     TrainingArguments,
 )
 
+from oracle.ensured import Rows, zero_config
 from oracle.gather import gather_states
 from oracle.hf_models import config_of, tokens
 from oracle.train import start_world
 
-
-def _config(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
+_TWO_ROWS = {"train_micro_batch_size_per_gpu": 2}
 
 
 def _dump(engine: Any, folder: Path) -> None:
@@ -60,7 +52,7 @@ def _one_step(folder: str, config: dict[str, Any]) -> tuple[Accelerator, Any]:
 
 def accelerate_save(folder: str, stage: int) -> str:
     """One step and ``save_state`` into ``folder/state``; returns the engine's class."""
-    _, engine = _one_step(folder, _config(stage))
+    _, engine = _one_step(folder, zero_config(stage) | _TWO_ROWS)
     _dump(engine, Path(folder))
     return type(engine).__name__
 
@@ -70,22 +62,11 @@ def gathered_16bit(folder: str) -> str:
 
     The latter gathers 16-bit weights, as ``zero3_save_16bit_model: true`` of Accelerate's configuration has it.
     """
-    config = _config(3) | {"bf16": {"enabled": True}}
+    config = zero_config(3) | _TWO_ROWS | {"bf16": {"enabled": True}}
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     accelerator, engine = _one_step(folder, config)
     accelerator.save_model(engine, str(Path(folder, "model")))
     return type(engine).__name__
-
-
-class _Rows(Dataset[dict[str, torch.Tensor]]):
-    """Sixteen times one sequence: the trainer deals rows out in an order that depends on the number of ranks."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = tokens(1, 0)[0]
-        return {"input_ids": ids, "labels": ids}
 
 
 class _DumpOnSave(TrainerCallback):
@@ -116,10 +97,9 @@ def trainer(folder: str, stage: int, resume: str | None = None) -> dict[str, flo
     _, world = start_world()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     torch.manual_seed(4321)
-    config = _config(stage) | {"train_micro_batch_size_per_gpu": "auto"}
     arguments = TrainingArguments(
         output_dir=str(Path(folder, "output")),
-        deepspeed=config | {"checkpoint": {"load_universal": resume is not None}},
+        deepspeed=zero_config(stage) | {"checkpoint": {"load_universal": resume is not None}},
         per_device_train_batch_size=4 // world,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
@@ -131,7 +111,8 @@ def trainer(folder: str, stage: int, resume: str | None = None) -> dict[str, flo
         seed=7,
     )
     model = AutoModelForCausalLM.from_config(config_of("gpt2"))
+    # All rows alike: the trainer deals them out in an order that depends on the number of ranks.
     dump = _DumpOnSave(Path(folder))
-    dump.run = Trainer(model=model, args=arguments, train_dataset=_Rows(), callbacks=[dump])
+    dump.run = Trainer(model=model, args=arguments, train_dataset=Rows(16, alike=True), callbacks=[dump])
     dump.run.train(resume_from_checkpoint=resume)
     return {str(entry["step"]): entry["loss"] for entry in dump.run.state.log_history if "loss" in entry}
