@@ -73,6 +73,8 @@ OF_OTHERS = {
         *("global_step", "lr_schedulers", "rng_state", ".pth"),
         *("lr_scheduler", "lr_scheduler_", "lr_scheduler[", "skipped_steps"),
     },
+    # Names of verl's and SkyRL's extra state, too.
+    "formats/fsdp_ranks/format.py": {"lr_scheduler", "client_state"},
     # Names of Megatron-LM and of verl, too.
     "formats/sources.py": {r"mp_rank_\d+(_\d+)?(_\d+)?", r"global_step_\d+"},
     "pickles/policy.py": {  # the reviewed allow-list is one list
