@@ -119,10 +119,10 @@ def states_of_rank(file: RankFile) -> RankStates:
     states: dict[Key, dict[str, Held | Number]] = {}
     odd: dict[str, str] = {}
     for key, node in mapping_items(root["state"], what=f"{file.name}: state").items():
-        found = states.setdefault(key, {})
-        for state, value in mapping_items(node, what=f"{file.name}: state of {printable(str(key))}").items():
+        found, owner = states.setdefault(key, {}), printable(str(key))
+        for state, value in mapping_items(node, what=f"{file.name}: state of {owner}").items():
             name = str(state)
-            held = _state_of(file, value, f"{printable(name)} of {printable(str(key))}")
+            held = _state_of(file, value, f"{printable(name)} of {owner}")
             if held is None:
                 odd[name] = kind_of(value)
             else:

@@ -139,19 +139,20 @@ class RankFile:
     """The rank in the file's name."""
     world: int
     """The number of ranks, by the files' names."""
+    name: str = field(init=False)
+    """The file's name, for messages."""
     _meshes: dict[int, _Mesh] = field(default_factory=dict[int, _Mesh])
 
-    @property
-    def name(self) -> str:
-        """The file's name, for messages."""
-        return printable(self.parsed.file.name)
+    def __post_init__(self) -> None:
+        """Make the name safe once: a file has a thousand tensors."""
+        self.name = printable(self.parsed.file.name)
 
     def held(self, node: Node, what: str) -> Held | None:
         """What the file holds of a tensor; None for a value that is no tensor.
 
         Args:
             node: The value.
-            what: Its name in messages.
+            what: Its name in messages, already safe.
 
         Raises:
             SourceError: `checkpoint.malformed` where the file contradicts itself, `checkpoint.mixed` for a file of
@@ -452,6 +453,8 @@ class RankFile:
     # Values.
 
     def _items(self, node: Node, what: str) -> list[Node]:
+        if isinstance(node, PTuple):
+            return list(node.items)
         return sequence_items(node, what=f"{self.name}: {what}")
 
     def _shape(self, node: Node, what: str) -> Shape:
