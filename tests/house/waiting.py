@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 def wait_until(
     ready: Callable[[], object],
     *,
-    timeout_s: float = 30.0,
-    pause_s: float = 0.05,
+    timeout_s: float = 60.0,
+    pause_s: float = 0.02,
     what: Callable[[], object] = lambda: "it did not happen in time",
 ) -> None:
     """Return when `ready()` holds, or fail with what is so instead."""
