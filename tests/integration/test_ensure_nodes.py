@@ -43,6 +43,7 @@ class Slow:
 
     def convert(self, request, *, work=None, on_progress=None, should_stop=None):
         def slowly():
+            tell(works=True)
             time.sleep(pause_s)
             return should_stop()
         request = request.model_copy(update={"part_bytes": UNITS_BYTES, "threads": 1})
@@ -100,6 +101,10 @@ class Launch:
     def told(self) -> list[dict[str, object]]:
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         return [json.loads(line) for line in lines]
+
+    def those(self, fact: str) -> set[str]:
+        """The ranks that told a fact."""
+        return {str(t["rank"]) for t in self.told() if fact in t}
 
     def begun(self) -> set[str]:
         """The ranks that convert together."""
@@ -181,8 +186,7 @@ def test_a_killed_process_costs_nothing(killed: str, launch: Launch, expected: d
 def test_every_rank_tells_why_the_conversion_failed(launch: Launch, save: Path) -> None:
     largest = max(save.rglob("*optim_states.pt"), key=lambda p: p.stat().st_size)
     processes = [launch.start(rank, 1.5) for rank in (0, 2, 3)]
-    wait_until(lambda: len(launch.begun()) == 2 and len({t["rank"] for t in launch.told() if "waits" in t}) == 3)
-    time.sleep(0.5)
+    wait_until(lambda: launch.those("waits") == {"0", "2", "3"} and len(launch.those("works")) == 2)
     # The source changes under those that read it, and all have seen it as it was.
     os.utime(largest, (1, 1))
     errors = [process.communicate(timeout=120)[1] for process in processes]

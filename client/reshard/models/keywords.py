@@ -89,20 +89,14 @@ class TwoSourceKeywords(TypedDict, total=False):
     """B: Storage profile (see RESHARD_PROFILES)."""
 
 
-class ConversionKeywords(SourceKeywords, total=False):
-    """The options of a conversion."""
+class OptionKeywords(TypedDict, total=False):
+    """Options that functions and clients take alike."""
 
-    rules: PathLike | None
-    """Rules (YAML) for a tensor-parallel source that does not say how it is cut."""
     family: str | None
     """Built-in set of rules: gpt-megatron, llama-megatron, bloom."""
-    base: PathLike | None
-    """Weights of the base model, if the source was saved without frozen parameters."""
     dtype: WeightDtype | str | None
     """Type of weights; default: masters and all else as stored; `to="zero"`: as in the source. One of `fp32`,
     `bf16`, `fp16`."""
-    max_shard_size: int | str | None
-    """Largest weights file, such as 5GB."""
     exclude_frozen: bool
     """Leave out frozen parameters."""
     names: NameScheme | str | None
@@ -111,8 +105,6 @@ class ConversionKeywords(SourceKeywords, total=False):
     weight_decay_groups: WeightDecayGroups | str
     """Megatron-DeepSpeed's param groups: as it makes them at the target's stage, or as in the source. One of
     `stage`, `keep`."""
-    model_files: PathLike | None
-    """Copy config.json, tokenizer and generation files of DIR beside the weights."""
     overwrite: bool
     """Replace the target. Its old contents are lost, even if the run fails."""
     pointer: bool | None
@@ -127,8 +119,6 @@ class ConversionKeywords(SourceKeywords, total=False):
     """Pipeline stages."""
     ep: int
     """Expert-parallel ranks."""
-    zero_stage: ZeroStage | str | int | None
-    """ZeRO stage; default: as in the source. One of `0`, `1`, `2`, `3`, `bf16`."""
     partition_method: str | None
     """Pipeline stages: uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6."""
     pipeline_layers: int | None
@@ -157,10 +147,6 @@ class ConversionKeywords(SourceKeywords, total=False):
     """If copies that must be equal differ: stop, or take the first. One of `error`, `first`."""
     opaque: OpaquePolicy | str
     """Policy for objects of classes that are not on the allow-list. One of `refuse`, `keep`, `drop`."""
-    memory_limit: int | str | None
-    """Memory for buffers and metadata, such as 1GiB (the default)."""
-    part_size: int | str | None
-    """Size of a unit of work and of a multipart part, such as 64MiB (the default)."""
     threads: int | None
     """Units in parallel; default: one per core, more for object stores."""
     server_copy: ServerCopyPolicy | str
@@ -174,6 +160,25 @@ class ConversionKeywords(SourceKeywords, total=False):
     """Place of the model in the target, such as app.model; default: that of `framework`."""
     target_optimizer_key: str | None
     """Place of the optimizer in the target, such as app.optim; default: that of `framework`."""
+
+
+class ConversionKeywords(SourceKeywords, OptionKeywords, total=False):
+    """Options of a conversion."""
+
+    rules: PathLike | None
+    """Rules (YAML) for a tensor-parallel source that does not say how it is cut."""
+    base: PathLike | None
+    """Weights of the base model, if the source was saved without frozen parameters."""
+    max_shard_size: int | str | None
+    """Largest weights file, such as 5GB."""
+    model_files: PathLike | None
+    """Copy config.json, tokenizer and generation files of DIR beside the weights."""
+    zero_stage: ZeroStage | str | int | None
+    """ZeRO stage; default: as in the source. One of `0`, `1`, `2`, `3`, `bf16`."""
+    memory_limit: int | str | None
+    """Memory for buffers and metadata, such as 1GiB (the default)."""
+    part_size: int | str | None
+    """Size of a unit of work and of a multipart part, such as 64MiB (the default)."""
     trainer_files: PathLike | None
     """Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target."""
     torch_file: str | None
@@ -182,7 +187,7 @@ class ConversionKeywords(SourceKeywords, total=False):
     """Trained parameters without optimizer states: zero (default), omit, refuse."""
 
 
-class ConvertOptions(TypedDict, total=False):
+class ConvertOptions(OptionKeywords, total=False):
     """Options of a conversion; see `ConvertRequest`."""
 
     tag: str | None
@@ -202,86 +207,18 @@ class ConvertOptions(TypedDict, total=False):
     """Storage profile (see RESHARD_PROFILES)."""
     rules: str | None
     """Rules (YAML) for a tensor-parallel source that does not say how it is cut."""
-    family: str | None
-    """Built-in set of rules: gpt-megatron, llama-megatron, bloom."""
     base: str | None
     """Weights of the base model, if the source was saved without frozen parameters."""
-    dtype: WeightDtype | str | None
-    """Type of weights; default: masters and all else as stored; `to="zero"`: as in the source. One of `fp32`,
-    `bf16`, `fp16`."""
     max_shard_bytes: int | None
     """Largest weights file, such as 5GB."""
-    exclude_frozen: bool
-    """Leave out frozen parameters."""
-    names: NameScheme | str | None
-    """Names of a model with or without pipeline; default: as in the source. One of `megatron-pipeline`,
-    `megatron-no-pipeline`."""
-    weight_decay_groups: WeightDecayGroups | str
-    """Megatron-DeepSpeed's param groups: as it makes them at the target's stage, or as in the source. One of
-    `stage`, `keep`."""
     model_files: str | None
     """Copy config.json, tokenizer and generation files of DIR beside the weights."""
-    overwrite: bool
-    """Replace the target. Its old contents are lost, even if the run fails."""
-    pointer: bool | None
-    """Write `latest` beside the target; default: where its parent is a save directory."""
-    target_profile: str | None
-    """Storage profile for the target."""
-    dp: int | None
-    """Data-parallel ranks."""
-    tp: int
-    """Tensor-parallel ranks."""
-    pp: int
-    """Pipeline stages."""
-    ep: int
-    """Expert-parallel ranks."""
     zero_stage: ZeroStage | str | None
     """ZeRO stage; default: as in the source. One of `0`, `1`, `2`, `3`, `bf16`."""
-    partition_method: str | None
-    """Pipeline stages: uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6."""
-    pipeline_layers: int | None
-    """Number of layers, for `partition_method` uniform."""
-    vocab_divisor: int | None
-    """Pad the vocabulary to a multiple of this times `tp`."""
-    round_robin_gradients: bool | None
-    """As in the ds_config of the target run; default: as in the source."""
-    parameter_alignment: bool | None
-    """As in the ds_config of the target run; default: as in the source."""
-    sub_group_size: int | None
-    """As in the ds_config of the target run; default: as in the source."""
-    rng: RngPolicy | str
-    """Random states: `keep` gives rank r those of source rank r mod N. One of `keep`, `drop`."""
-    merge_adapter: bool
-    """Merge a LoRA adapter into the weights, with the names of the base model."""
-    adapter: str | None
-    """Adapter to write or to merge, if the source has several."""
-    lora_alpha: float | None
-    """Scale of an adapter that has no adapter_config.json."""
-    verify: VerifyLevel | str
-    """`full` also reads all of the source and of the output. One of `default`, `full`."""
-    on_overflow: OverflowPolicy | str
-    """Elements too large for `dtype`: infinity, largest number, or stop. One of `inf`, `saturate`, `error`."""
-    replicas: ReplicaPolicy | str
-    """If copies that must be equal differ: stop, or take the first. One of `error`, `first`."""
-    opaque: OpaquePolicy | str
-    """Policy for objects of classes that are not on the allow-list. One of `refuse`, `keep`, `drop`."""
     memory_limit_bytes: int
     """Memory for buffers and metadata, such as 1GiB (the default)."""
     part_bytes: int
     """Size of a unit of work and of a multipart part, such as 64MiB (the default)."""
-    threads: int | None
-    """Units in parallel; default: one per core, more for object stores."""
-    server_copy: ServerCopyPolicy | str
-    """`never`: no server-side copies; read and send every byte. One of `auto`, `never`."""
-    framework: Framework | str | None
-    """Keys and files as this framework loads them; default: the source's, or accelerate. One of `state-dict`,
-    `torchtitan`, `accelerate`, `trainer`, `lightning`."""
-    files: int | None
-    """Number of .distcp files; default: one for each 4 GB."""
-    target_model_key: str | None
-    """Place of the model in the target, such as app.model; default: that of `framework`."""
-    target_optimizer_key: str | None
-    """Place of the optimizer in the target, such as app.optim; default: that of `framework`."""
     trainer_files: str | None
     """Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target."""
     torch_file: str

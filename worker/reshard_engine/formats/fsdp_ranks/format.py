@@ -260,7 +260,8 @@ class _Model:
         if len({*self.plain.values()}) != len(first):
             twice = Counter(self.plain.values()).most_common(1)[0][0]
             text = f"two entries are called {printable(twice)} without the names of wrapping modules"
-            raise SourceError("checkpoint.ambiguous", text)
+            fix = "load the model under one kind of wrapper, and save it again"
+            raise SourceError("checkpoint.ambiguous", text, fix=fix)
         self.any_sharded = any(not held[0].plain for held in self.held.values())
         self.twins = self._first_of_equal(self._places)
         self.equal = self._first_of_equal(self._sums)
