@@ -140,7 +140,7 @@ def _below(found: list[Module], *packages: str) -> int:
 
 
 AT_MOST = {
-    "modules": 244,  # 240, and the four of `formats.fsdp_ranks`: a format of its own
+    "modules": 245,  # 240, and the five of `formats.fsdp_ranks`: a format of its own, read and written
     "modules with one importer, in the same package": 25,
     "files in the largest folder": 15,
     "lines of the longest module": 900,

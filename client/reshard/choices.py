@@ -23,8 +23,19 @@ class TargetFormat(StrEnum):
     """DeepSpeed's own files for a given layout: plain `engine.load_checkpoint` resumes."""
     PEFT = "peft"
     """One LoRA adapter as PEFT saves it: `adapter_model.safetensors` and `adapter_config.json`."""
+    FSDP_RANKS = "fsdp_ranks"
+    """One file for each rank of FSDP2, as verl, SkyRL and Accelerate without DCP load them."""
     SLIM = "slim"
     """The source's files, with torch files cut to the parts of storages that their tensors use (`reshard slim`)."""
+
+
+class RankFramework(StrEnum):
+    """The frameworks that save one file for each rank of FSDP."""
+
+    VERL = "verl"
+    SKYRL = "skyrl"
+    ACCELERATE = "accelerate"
+    """`save_fsdp_model` and `save_fsdp_optimizer` with `use_dcp=False`."""
 
 
 class WeightDtype(StrEnum):

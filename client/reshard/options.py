@@ -19,6 +19,7 @@ from reshard.choices import (
     OpaquePolicy,
     OverflowPolicy,
     ParamOrder,
+    RankFramework,
     ReplicaPolicy,
     RngPolicy,
     ServerCopyPolicy,
@@ -422,6 +423,48 @@ class DeepSpeedOptions(NativeLayout):
         return not self.given().keys().isdisjoint(NativeLayout.model_fields)
 
 
+class FsdpRanksOptions(FormatOptions):
+    """Options of files of FSDP's ranks, beside `dp` and `rng` of `NativeLayout`. None is as in the source."""
+
+    rank_framework: Annotated[
+        RankFramework | None,
+        Option(
+            "--to fsdp_ranks: framework that loads it; default: SRC's.", Section.LAYOUT, 13, label="Framework of files"
+        ),
+    ] = None
+    device_type: Annotated[
+        str | None,
+        Option(
+            "--to fsdp_ranks: devices of the run, such as cuda; default: SRC's.",
+            Section.LAYOUT,
+            14,
+            metavar="TYPE",
+            label="Devices of the run",
+        ),
+    ] = Field(default=None, pattern=r"[a-z]{1,16}", max_length=16)
+    """Type of the devices of the run's mesh: torch copies no tensor of a mesh of another type."""
+    fsdp_size: Annotated[
+        int | None,
+        Option(
+            "--to fsdp_ranks: ranks that share one copy (HSDP); default: SRC's, else all.",
+            Section.LAYOUT,
+            15,
+            label="Ranks of one copy",
+        ),
+    ] = Field(default=None, ge=1, le=1 << 20)
+    """Ranks that share one copy of the parameters, as verl's `fsdp_size`; with more ranks there are replicas (HSDP)."""
+    fsdp_version: Annotated[
+        int | None,
+        Option(
+            "--to fsdp_ranks: FSDP of the run; 2 for a run of FSDP1 that goes on with FSDP2.",
+            Section.LAYOUT,
+            16,
+            label="Version of FSDP",
+        ),
+    ] = Field(default=None, ge=1, le=2)
+    """The version of FSDP that the run uses. Files of FSDP2 are written; those of FSDP1 are refused."""
+
+
 class WeightsOptions(FormatOptions):
     """Options of consolidated weights."""
 
@@ -503,6 +546,7 @@ class Options(RequestModel):
     model_config = ConfigDict(extra="allow")
 
     deepspeed: DeepSpeedOptions = Field(default_factory=DeepSpeedOptions)
+    fsdp_ranks: FsdpRanksOptions = Field(default_factory=FsdpRanksOptions)
     weights: WeightsOptions = Field(default_factory=WeightsOptions)
     peft: PeftOptions = Field(default_factory=PeftOptions)
 

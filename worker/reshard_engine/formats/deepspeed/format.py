@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from reshard.choices import POINTERS, TargetFormat, ZeroStage
+from reshard.choices import POINTERS, RngPolicy, TargetFormat, ZeroStage
 from reshard.errors import RequestError, ReshardError, counted, listed
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard.options import DeepSpeedOptions, Options
@@ -57,7 +57,13 @@ class DeepSpeed(Format):
         if request.to == TargetFormat.ZERO and options.dp is None:
             raise RequestError("request.invalid", "--to zero needs the number of ranks", fix="add --dp N")
         # A universal checkpoint fits every layout, but vocabularies have the rows of one.
-        free = {"vocab_divisor": None} if request.to == TargetFormat.UNIVERSAL else {}
+        free: dict[str, Any] = {"vocab_divisor": None} if request.to == TargetFormat.UNIVERSAL else {}
+        if request.to == TargetFormat.FSDP_RANKS:
+            free = {"dp": None, "rng": RngPolicy.KEEP}
+            if options.model_copy(update=free).asks_for_layout:
+                text = "--to fsdp_ranks writes files of data-parallel ranks: of the layout it takes --dp and --rng"
+                raise RequestError("request.invalid", text, fix="leave the other options of the layout out")
+            return
         if request.to != TargetFormat.ZERO and options.model_copy(update=free).asks_for_layout:
             raise RequestError("request.invalid", f"--to {request.to} has no layout", fix="--to zero")
 

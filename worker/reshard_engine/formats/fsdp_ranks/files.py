@@ -14,16 +14,26 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, cast
 
+from reshard.choices import RankFramework
 from reshard.errors import RequestError, SourceError, counted, listed, printable
+from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, parse_json
+from reshard_engine.formats.fsdp_ranks.sharded import Mesh
+from reshard_engine.pickles.nodes import Node, PList, mapping_of
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 CONFIG = "fsdp_config.json"
+VERSION, STRATEGY = "FSDP_version", "fsdp_strategy"
+"""The keys by which verl and SkyRL say in it which FSDP saved."""
+_STRATEGIES = {"fsdp": 1, "fsdp2": 2}
+RANK_STATES = "random_states"
+"""The name of the ranks' random states among the run's state."""
+VERSIONS = "_metadata"
+"""The attribute of a model's state dict that holds the versions of its modules."""
 _NUMBER = r"(\d{1,6})"
 _VERL = re.compile(rf"({MODEL}|{OPTIMIZER}|{EXTRA})_world_size_{_NUMBER}_rank_{_NUMBER}\.pt")
 _ACCELERATE = re.compile(rf"(pytorch_model_fsdp|optimizer)_(\d{{1,4}})_rank{_NUMBER}\.bin")
@@ -32,19 +42,11 @@ _CONFIG_LIMIT_BYTES = 64 << 10
 _ONE_PLACE = "copy the files of all ranks into one directory: each node may have kept its own on its disk"
 
 
-class Framework(StrEnum):
-    """The frameworks whose names the files have."""
-
-    VERL = "verl"
-    SKYRL = "skyrl"
-    ACCELERATE = "accelerate"
-
-
 @dataclass(frozen=True, slots=True)
 class RankSet:
     """The files of one model and its optimizer, by rank."""
 
-    framework: Framework
+    framework: RankFramework
     world: int
     """The number of ranks whose files are there."""
     model: tuple[SourceFile, ...]
@@ -54,11 +56,63 @@ class RankSet:
     """One for each rank; none if the save left it out."""
     others: tuple[str, ...]
     """Names of the files and directories beside them that are not read."""
+    number: int = 0
+    """The number of Accelerate's model."""
+    fsdp: int | None = None
+    """The version of FSDP that the configuration beside the files names."""
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
         """All files, in the order in which the shard map numbers them."""
         return (*self.model, *self.optimizer, *self.extra)
+
+
+# How the run saved them, for a target of the same kind.
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRanks:
+    """How a run saved its ranks' files. Parameters are named by the numbers of their weights in the shard map."""
+
+    framework: RankFramework
+    number: int
+    """The number of Accelerate's model."""
+    fsdp: int | None
+    """The version of FSDP; None if nothing says it."""
+    mesh: Mesh | None
+    """The first rank's mesh; None for a run whose tensors are on none."""
+    plain: frozenset[int]
+    """Tensors that no mesh shards."""
+    other_cuts: tuple[str, ...]
+    """Names of tensors that are cut in another way than FSDP cuts rows: over one axis of the mesh, the last one."""
+    numbers: Mapping[int, int]
+    """The optimizer's number of each parameter; empty where names are its keys, and for flat parameters."""
+    lists: tuple[tuple[int, ...], ...]
+    """The numbers in each param group."""
+    has_extra: bool
+    """True if the save has the extra state."""
+    versions: Node = None
+    """The versions of the model's modules, which `state_dict` keeps beside the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts(FormatFacts):
+    """The facts that only files of FSDP's ranks keep."""
+
+    rank_states: tuple[Mapping[str, Node], ...] = ()
+    """Random states by rank. Other frameworks have no use for them."""
+    saved: SavedRanks | None = None
+    """How the run saved it, for a target of the same kind."""
+
+    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
+        """The state that every format has, and random states."""
+        return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
+
+    def own_state(self) -> Mapping[str | int, Node]:
+        """Random states by rank."""
+        if not self.rank_states:
+            return {}
+        return {RANK_STATES: PList([mapping_of({**states}) for states in self.rank_states])}
 
 
 def names_of(listing: Listing) -> dict[str, ObjectInfo]:
@@ -139,8 +193,11 @@ def _of_verl(location: Location, listing: Listing, found: Mapping[str, re.Match[
             f"{CONFIG} says that {said} ranks saved, and the files' names say {world}",
             fix=f"they are of different saves: name the directory of one, or copy {CONFIG} of this one again",
         )
-    framework = Framework.SKYRL if "fsdp_strategy" in config else Framework.VERL
-    return RankSet(framework, world, parts[MODEL], parts[OPTIMIZER], parts[EXTRA], _others(listing, found))
+    framework = RankFramework.SKYRL if STRATEGY in config else RankFramework.VERL
+    version = config.get(VERSION, _STRATEGIES.get(str(config.get(STRATEGY))))
+    others = _others(listing, found)
+    fsdp = version if type(version) is int else None
+    return RankSet(framework, world, parts[MODEL], parts[OPTIMIZER], parts[EXTRA], others, fsdp=fsdp)
 
 
 def _config(infos: Mapping[str, ObjectInfo], location: Location) -> dict[str, Any]:
@@ -182,7 +239,8 @@ def _of_accelerate(
     model = _by_rank(location, infos, by_place[chosen], f"{chosen}_rank{{}}.bin", world)
     states = _by_rank(location, infos, held, f"{optimizer}_rank{{}}.bin", world)
     read = {*by_place[chosen].values(), *held.values()}
-    return RankSet(Framework.ACCELERATE, world, model, states, (), _others(listing, read))
+    number = _number_of(chosen)
+    return RankSet(RankFramework.ACCELERATE, world, model, states, (), _others(listing, read), number)
 
 
 def _number_of(place: str) -> int:

@@ -18,14 +18,14 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from reshard.choices import NO_BUFFERS
+from reshard.choices import NO_BUFFERS, RankFramework, TargetFormat
 from reshard.errors import RequestError, SourceError, listed, printable
-from reshard.models.jobs import NotCarried
+from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
+from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
 from reshard_engine.checkpoint import (
     Agreement,
     Buffer,
     Checkpoint,
-    FormatFacts,
     OptimizerState,
     Parameter,
     ParamGroup,
@@ -35,8 +35,16 @@ from reshard_engine.checkpoint import (
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file
 from reshard_engine.formats.carried import UNKNOWN, named
-from reshard_engine.formats.format import Format, Reader, ReadOptions, refuse_choices
-from reshard_engine.formats.fsdp_ranks.files import Framework, RankSet, holds_rank_files, rank_set
+from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
+from reshard_engine.formats.fsdp_ranks.files import (
+    CONFIG,
+    VERSIONS,
+    RankFacts,
+    RankSet,
+    SavedRanks,
+    holds_rank_files,
+    rank_set,
+)
 from reshard_engine.formats.fsdp_ranks.optimizer import (
     ModelTensor,
     ReadOptimizer,
@@ -45,17 +53,17 @@ from reshard_engine.formats.fsdp_ranks.optimizer import (
     states_of_rank,
 )
 from reshard_engine.formats.fsdp_ranks.sharded import KNOWN, Held, Part, RankFile
+from reshard_engine.formats.fsdp_ranks.writer import FsdpRanksWriter
 from reshard_engine.formats.model_weights import checked_name, checked_state, compiled_names, plain_name
-from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import Node, PObject, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import TreeDifference, compare_trees
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import FLOAT32
+from reshard_engine.tensors.layout import KnownFiles
 from reshard_engine.tensors.shard_map import Boxes, Column, LogicalTensor, ShardMapBuilder, add_boxes
 
-RANK_STATES = "random_states"
-"""The name of the ranks' random states among the run's state."""
 _SCHEDULER, _RNG, _CLIENT = "lr_scheduler", "rng", "client_state"
 _MADE_ANEW = frozenset({"tag", "fsdp_strategy", "world_size", "rank"})
 """Keys of SkyRL's extra state that say how it was saved."""
@@ -63,28 +71,11 @@ _BESIDE = "it lies beside the ranks' files, and nothing reads it"
 _HUGGINGFACE = "huggingface/"
 _MODEL_FILES = "configuration and tokenizer: --model-files with this directory copies them beside weights"
 _PER_RANK = "ranks saved different values under one key; the first rank's is taken"
+_FIRST_RANK = ("_rank_0.pt", "_rank0.bin")
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 _LEAST_DIMS = 2
 """The dimensions of a matrix: vectors of different layers are often equal, and none is tied."""
 _Read = TypeVar("_Read")
-
-
-@dataclass(frozen=True, slots=True)
-class RankFacts(FormatFacts):
-    """The facts that only files of FSDP's ranks keep."""
-
-    rank_states: tuple[Mapping[str, Node], ...] = ()
-    """Random states by rank. Other frameworks have no use for them."""
-
-    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
-        """The state that every format has, and random states."""
-        return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
-
-    def own_state(self) -> Mapping[str | int, Node]:
-        """Random states by rank."""
-        if not self.rank_states:
-            return {}
-        return {RANK_STATES: PList([mapping_of({**states}) for states in self.rank_states])}
 
 
 class RankFilesReader:
@@ -104,7 +95,7 @@ class RankFilesReader:
             RequestError: `request.invalid` for choices that the source does not leave.
         """
         found, choices = rank_set(location, listing, options.choices.model_key), options.choices
-        followed = ["param_order", "buffers", *(["model_key"] if found.framework is Framework.ACCELERATE else [])]
+        followed = ["param_order", "buffers", *(["model_key"] if found.framework is RankFramework.ACCELERATE else [])]
         text = f"{printable(location.url)} holds one model, its optimizer and its scheduler"
         refuse_choices(choices.model_copy(update=dict.fromkeys(followed)), text)
         return _Assembly(found, options).checkpoint(location.url)
@@ -117,6 +108,39 @@ class FsdpRanks(Format):
     readers: ClassVar[tuple[Reader, ...]] = (RankFilesReader(),)
     of_training = True
     takes_choices = True
+    targets = (TargetFormat.FSDP_RANKS,)
+    files = KnownFiles(entries=(CONFIG,), suffixes=_FIRST_RANK, needed=_FIRST_RANK)
+
+    def writer(self, target: str) -> Writer:
+        """The writer of files of FSDP2's ranks."""
+        return FsdpRanksWriter()
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse a target without a number of ranks, and options of this format for other targets."""
+        given = request.options.of(FsdpRanksOptions).given()
+        if request.to in self.targets:
+            if request.options.deepspeed.dp is None:
+                raise RequestError("request.invalid", f"--to {request.to} needs the number of ranks", fix="add --dp N")
+        elif given:
+            flags = listed([f"--{name.replace('_', '-')}" for name in given])
+            raise RequestError("request.invalid", f"{flags}: for files of FSDP's ranks", fix="--to fsdp_ranks")
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """The names of numbers, and what plain tensors are, in files whose numbers and tensors stay as they are."""
+        saved = checkpoint.facts.saved if isinstance(checkpoint.facts, RankFacts) else None
+        framework = request.options.of(FsdpRanksOptions).rank_framework
+        kept = saved is not None and bool(saved.numbers) and framework is not RankFramework.ACCELERATE
+        return (Question.ORDER, Question.BUFFERS) if kept else ()
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """Files of any number of ranks, for a checkpoint of the same kind."""
+        if not isinstance(tried.checkpoint.facts, RankFacts):
+            return []
+        to = TargetFormat.FSDP_RANKS
+        refusal = tried.refusal(to, options=Options(deepspeed=DeepSpeedOptions(dp=2)))
+        if refusal is not None:
+            return [tried.impossible(f"{to} --dp", refusal)]
+        return [tried.possible(f"{to} --dp", "any number of ranks of FSDP2", f"--to {to} --dp 2")]
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The rank in a file's name."""
@@ -220,6 +244,8 @@ class _RankModel:
 
     tensors: Mapping[str, Held]
     others: tuple[str, ...]
+    versions: Node
+    """The attribute `_metadata` of the state dict."""
 
 
 def _model_of_rank(file: RankFile) -> _RankModel:
@@ -232,7 +258,22 @@ def _model_of_rank(file: RankFile) -> _RankModel:
             others.append(name)
         else:
             tensors[str(key)] = held
-    return _RankModel(tensors, tuple(others))
+    return _RankModel(tensors, tuple(others), None if file.rank else _versions_in(file))
+
+
+def _versions_in(file: RankFile) -> Node:
+    """The versions of the model's modules, if they are plain values; None otherwise.
+
+    Source: torch 2.13.0 `nn/modules/module.py` (`state_dict`: the attribute `_metadata`).
+    """
+    root = file.parsed.root
+    state = root.state if isinstance(root, PObject) and is_mapping(root.state) else None
+    versions = None if state is None else mapping_items(state, what=file.name).get(VERSIONS)
+    if not is_mapping(versions):
+        return None
+    held = mapping_items(versions, what=file.name).values()
+    plain = (mapping_items(v, what=file.name).values() if is_mapping(v) else [v] for v in held)
+    return versions if all(v is None or isinstance(v, bool | int | str) for values in plain for v in values) else None
 
 
 class _Model:
@@ -254,6 +295,7 @@ class _Model:
                     f"order: {listed(list(map(printable, names)))}",
                     fix=_OTHER_SAVE,
                 )
+        self.versions = ranks[0].versions
         self.held = {name: [r.tensors[name] for r in ranks] for name in first}
         self.others = tuple(dict.fromkeys(name for r in ranks for name in r.others))
         self.plain = {name: checked_name(plain_name(name)) for name in first}
@@ -394,7 +436,7 @@ class _Assembly:
             run_names=compiled_names(longer),
             module_names=tuple(plain.values()),
             not_carried=(*state.not_carried, *named(model.others, UNKNOWN), *self._beside()),
-            facts=RankFacts(state.rng),
+            facts=RankFacts(state.rng, self._saved()),
             undecided=() if optimizer is None else optimizer.undecided,
             assumed=(*(() if optimizer is None else optimizer.assumed), *kinds.assumed),
             unproven=frozenset(kinds.unproven),
@@ -402,6 +444,36 @@ class _Assembly:
             no_optimizer="" if optimizer is None else optimizer.unread,
             frozen_left_out=optimizer is not None and optimizer.adapter_alone,
         )
+
+    def _saved(self) -> SavedRanks:
+        """How the run saved the files, for a target of the same kind."""
+        held = {name: ranks[0] for name, ranks in self._model.held.items()}
+        numbers = {} if self._optimizer is None else self._optimizer.numbers
+        cut = {n: [d for d in h.dims if d is not None] for n, h in held.items() if h.mesh is not None}
+        return SavedRanks(
+            framework=self._set.framework,
+            number=self._set.number,
+            fsdp=self._version(held.values()),
+            mesh=next((h.mesh for h in held.values() if h.mesh is not None), None),
+            plain=frozenset(w for name, w in self._weights.items() if held[name].plain and self._model.any_sharded),
+            other_cuts=tuple(n for n, dims in cut.items() if dims != [0] or held[n].dims[-1] is None),
+            numbers={self._weights[n]: i for n, i in numbers.items() if n in self._weights},
+            lists=() if self._optimizer is None else self._optimizer.lists,
+            has_extra=bool(self._set.extra),
+            versions=self._model.versions,
+        )
+
+    def _version(self, held: Iterable[Held]) -> int | None:
+        """The version of FSDP that saved the files.
+
+        FSDP1 keeps slices of flattened parameters in its optimizer, or `ShardedTensor`s; FSDP2 keeps DTensors there.
+        """
+        optimizer = self._optimizer
+        if (optimizer is not None and optimizer.flat) or any(h.mesh is None and not h.plain for h in held):
+            return 1
+        states = [] if optimizer is None else [e for s in optimizer.states.values() for _, e in s.values()]
+        on_mesh = any(isinstance(e[0], Held) and e[0].mesh is not None for e in states if e)
+        return 2 if on_mesh else self._set.fsdp
 
     def _read_optimizer(self) -> ReadOptimizer | None:
         files = self._set.optimizer

@@ -190,6 +190,12 @@ class ReadOptimizer:
     """Parameters in its groups that PEFT froze."""
     adapter_alone: bool = False
     """True if the model's file holds an adapter alone, and the optimizer numbers the base model, too."""
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+    """The number of each parameter; empty where names are the keys, and of flat parameters."""
+    lists: tuple[tuple[int, ...], ...] = ()
+    """The numbers in each param group, in its order."""
+    flat: bool = False
+    """True for FSDP1, whose states are slices of flattened parameters."""
     undecided: tuple[Undecided, ...] = ()
     assumed: tuple[Undecided, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -313,6 +319,7 @@ class _Reading:
         if not self._numbered:
             return self._with_boxes({key: self._named(str(key)) for key in self._members})
         if self._is_flat():
+            self._found.flat = True
             return self._fsdp1()
         return self._with_boxes(self._names_of_numbers(self._shapes_of_numbers()))
 
@@ -452,6 +459,7 @@ class _Reading:
 
     def _with_boxes(self, names: Mapping[Key, str]) -> ReadOptimizer:
         found = self._found
+        self._note_numbers(names)
         for key, name in names.items():
             found.members[name] = self._members[key]
             held = [r.states.get(key, {}) for r in self._ranks]
@@ -548,7 +556,15 @@ class _Reading:
             )
         return next(iter(totals.values()), None)
 
+    def _note_numbers(self, names: Mapping[Key, str]) -> None:
+        """Keep the numbers of parameters, also of those without states, for a target that has them again."""
+        if self._numbered:
+            groups = range(len(self._groups))
+            self._found.numbers = {name: int(key) for key, name in names.items()}
+            self._found.lists = tuple(tuple(int(k) for k, g in self._members.items() if g == n) for n in groups)
+
     def _with_slices(self, names: Mapping[Key, str]) -> ReadOptimizer:
+        self._note_numbers(names)
         for key, name in names.items():
             self._found.members[name] = self._members[key]
             for state, (dtype, slices) in self._slices(key).items():

@@ -17,6 +17,7 @@ import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 from math import prod
 
@@ -93,6 +94,10 @@ class Held:
     """The boxes of this rank. A plain tensor is one box, and so is an empty shard."""
     coordinate: int | None = None
     """The place of this rank along the only axis that shards the tensor; None if there is no such single axis."""
+    mesh: Mesh | None = None
+    """The mesh of a DTensor."""
+    dims: tuple[int | None, ...] = ()
+    """For each axis of the mesh the dimension that it cuts; None for a replica, -1 for a strided cut."""
 
     @property
     def plain(self) -> bool:
@@ -103,17 +108,33 @@ class Held:
 WHOLE = "whole"
 
 
+class MeshForm(StrEnum):
+    """The attributes that meshes have in pickles of several versions of torch."""
+
+    AXES = "axes"
+    """torch 2.13: a layout of axes."""
+    LAYOUT = "layout"
+    """torch 2.9 to 2.12: a layout of lengths and strides."""
+    TENSOR = "tensor"
+    """Earlier ones: a tensor of ranks."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Mesh:
+class Mesh:
     """A mesh of ranks, and the place of one rank in it."""
 
     shape: Shape
-    names: str
+    names: tuple[str, ...] | None
     coordinate: Shape
+    ranks: int
+    """Number of ranks in its list: more than it has itself if it is some axes of a larger mesh."""
+    device: str
+    """Type of the devices, such as `cuda`; empty if the file does not say."""
+    form: MeshForm
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, self.shape))
-        return f"a mesh of ({axes}){self.names}"
+        return f"a mesh of ({axes}){'' if self.names is None else f' named {listed([*self.names])}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +162,7 @@ class RankFile:
     """The number of ranks, by the files' names."""
     name: str = field(init=False)
     """The file's name, for messages."""
-    _meshes: dict[int, _Mesh] = field(default_factory=dict[int, _Mesh])
+    _meshes: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
     def __post_init__(self) -> None:
         """Make the name safe once: a file has a thousand tensors."""
@@ -210,7 +231,8 @@ class RankFile:
         cutting = [c for p, c in zip(placements, mesh.coordinate, strict=True) if p.dim is not None]
         layout = f"{', '.join(map(str, placements))} on {mesh}"
         single = cutting[0] if len(cutting) == 1 and placements[-1].dim is not None else None
-        return Held(dtype, shape, layout, (self._part(local, offsets),), single)
+        dims = tuple(p.dim if p.dim is None or p.kind == "Shard" else -1 for p in placements)
+        return Held(dtype, shape, layout, (self._part(local, offsets),), single, mesh, dims)
 
     def _check_meta(self, meta: Node, shape: Shape, dtype: Dtype, what: str) -> None:
         """Refuse a specification whose shape or type is another one than the tensor's."""
@@ -258,7 +280,7 @@ class RankFile:
             fix="redistribute the tensor to Shard or Replicate, and save again",
         )
 
-    def _box(self, shape: Shape, mesh: _Mesh, placements: list[_Placement], what: str) -> tuple[Shape, Shape]:
+    def _box(self, shape: Shape, mesh: Mesh, placements: list[_Placement], what: str) -> tuple[Shape, Shape]:
         """Offsets and sizes of this rank's box: the axes cut in order, those of `_StridedShard` after later ones."""
         offsets, sizes = [0] * len(shape), list(shape)
         for axis in self._in_order(shape, mesh, placements, what):
@@ -272,7 +294,7 @@ class RankFile:
             sizes[dim] = end - begin
         return tuple(offsets), tuple(sizes)
 
-    def _in_order(self, shape: Shape, mesh: _Mesh, placements: list[_Placement], what: str) -> list[int]:
+    def _in_order(self, shape: Shape, mesh: Mesh, placements: list[_Placement], what: str) -> list[int]:
         """The axes of a mesh in the order in which they cut.
 
         FSDP cuts what tensor parallelism has cut: its axis comes first in the mesh and second in time, which
@@ -302,20 +324,22 @@ class RankFile:
 
     # Meshes.
 
-    def _mesh(self, node: Node, what: str) -> _Mesh:
+    def _mesh(self, node: Node, what: str) -> Mesh:
         found = self._meshes.get(id(node))
         if found is None:
             found = self._meshes[id(node)] = self._read_mesh(node, what)
         return found
 
-    def _read_mesh(self, node: Node, what: str) -> _Mesh:
+    def _read_mesh(self, node: Node, what: str) -> Mesh:
         state = _attributes_of(node)
         said = state.get("_coordinate_on_dim")
         names = state.get("_mesh_dim_names", state.get("mesh_dim_names"))
-        words = "" if names is None else f" named {listed([str(n) for n in self._items(names, what)])}"
+        words = None if names is None else tuple(str(n) for n in self._items(names, what))
+        device, form = state.get("_device_type", state.get("device_type")), MeshForm.TENSOR
         if "_layout" in state and "_rank_map" in state:
             ranks = self._rank_map(state, what)
             shape, coordinate = self._of_layout(state.get("_layout"), ranks, state.get("_rank"), what)
+            form = MeshForm.AXES if "axes" in _attributes_of(state.get("_layout")) else MeshForm.LAYOUT
         elif isinstance(state.get("mesh"), PTensor):
             shape = state["mesh"].shape
             ranks = self._numbers(state["mesh"], what)
@@ -342,7 +366,7 @@ class RankFile:
             )
         if len(set(ranks)) != len(ranks):
             raise self._bad(what, "a rank is in its mesh twice")
-        return _Mesh(shape, words, coordinate)
+        return Mesh(shape, words, coordinate, len(ranks), device if isinstance(device, str) else "", form)
 
     def _other_rank(self, text: str) -> SourceError:
         return SourceError(

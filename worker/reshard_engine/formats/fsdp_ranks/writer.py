@@ -1,0 +1,595 @@
+"""Files of FSDP2's ranks for any number of ranks, as verl, SkyRL and Accelerate without DCP load them.
+
+Their loaders copy each tensor onto one of the run, which torch does between equal meshes only: shape, names of the
+axes and type of the devices must be those of the run. Storages are as long as the shards; FSDP2's own are padded.
+
+Source: torch 2.13.0 `distributed/tensor/_dtensor_spec.py`, `distributed/device_mesh.py` (`__eq__`, `__setstate__`),
+`distributed/fsdp/_fully_shard/_fsdp_param.py` (rows by `torch.chunk`; no shards of tensors without dimensions); verl
+0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`, `workers/engine/fsdp/utils.py` (`create_device_mesh`),
+`workers/config/optimizer.py` (one group of all parameters); accelerate 1.15.0 `utils/fsdp_utils.py`; verified by
+loading with verl and with Accelerate. SkyRL `skyrl_train/distributed/fsdp_strategy.py`: by its source alone.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from reshard.choices import OpaquePolicy, RankFramework, RngPolicy
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.models.jobs import ConvertRequest, NotCarried
+from reshard.options import FsdpRanksOptions
+from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
+from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
+from reshard_engine.formats.fsdp_ranks.files import (
+    CONFIG,
+    RANK_STATES,
+    STRATEGY,
+    VERSION,
+    VERSIONS,
+    RankFacts,
+    SavedRanks,
+)
+from reshard_engine.formats.fsdp_ranks.sharded import MeshForm, Shape
+from reshard_engine.formats.torch_archive import scalar_node, tree_template
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PList,
+    PLiteral,
+    PObject,
+    PRuns,
+    PTensorRef,
+    PTuple,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    ordered_dict,
+)
+from reshard_engine.pickles.trees import foreign_paths, rewrite
+from reshard_engine.tensors.dtypes import FLOAT32
+from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
+from reshard_engine.tensors.shard_map import LogicalTensor, packed_stride
+
+_NUMBERING = (RankFramework.VERL, RankFramework.SKYRL)
+"""Frameworks whose optimizer numbers parameters. They have the same names of files, too."""
+_AXES: Mapping[int, tuple[str, ...]] = {1: ("fsdp",), 2: ("ddp", "fsdp")}
+"""The axes of verl's and SkyRL's meshes, by their number."""
+_RANDOM = frozenset({"cpu", "numpy", "random"})
+"""The random states that verl and SkyRL look up."""
+_OF_SCHEDULER = frozenset({"last_epoch", "base_lrs"})
+"""Keys of the state dict of a scheduler of torch that sets learning rates step by step."""
+_STEP = "step"
+_SPEC = "torch.distributed.tensor._dtensor_spec"
+_MESH = "torch.distributed._mesh_layout"
+_DTENSOR = Global("torch.distributed.tensor", "DTensor")
+_NO_PLACE = "files of these ranks have no place for it"
+_OF_PARTITIONS = "one number for each rank's partition, and these files hold whole parameters' shards"
+_WEIGHTS = "write the weights alone: --to safetensors"
+_FOR_FSDP2 = "the files are those of FSDP2 (fully_shard; strategy fsdp2 of verl) in torch 2.13 or newer"
+_NO_OPTIMIZER = "the source holds no optimizer: the run must begin its optimizer anew"
+
+
+class FsdpRanksWriter:
+    """Lays out the files of all ranks."""
+
+    def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
+        """Lay out model, optimizer and extra state of each rank.
+
+        Raises:
+            RequestError: `request.invalid` for options that do not go with it; `request.unsatisfiable` for a source
+                whose states have no place in such files, or that does not say what they must.
+            SourceError: `checkpoint.ambiguous`, `pickle.forbidden_global`.
+        """
+        if request.dtype is not None or request.exclude_frozen:
+            raise RequestError(
+                "request.invalid",
+                "files of FSDP's ranks hold all parameters as the optimizer has them: no --dtype, no --exclude-frozen",
+                fix="leave --dtype and --exclude-frozen out",
+            )
+        checkpoint = checkpoint.as_in_the_run()
+        target = _Target.of(checkpoint, request)
+        files = _Files(target)
+        laid = [*files.of_all_ranks()]
+        ordered = (*(f for f in laid if not f.commit), *(f for f in laid if f.commit))
+        return TargetLayout(ordered, None, tuple(_warnings(target)), not_carried=tuple(_left_out(target)))
+
+
+# The target's mesh and framework: as the user says, else as the source's files say.
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The ranks that load the files, and what they expect."""
+
+    checkpoint: Checkpoint
+    request: ConvertRequest
+    saved: SavedRanks | None
+    """How the source's run saved it, if it saved files of ranks."""
+    framework: RankFramework
+    device: str
+    shape: Shape
+    """The shape of the mesh: all ranks, or replicas and the ranks of one copy."""
+    names: tuple[str, ...] | None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.shape)
+
+    @property
+    def numbers(self) -> bool:
+        """True if the optimizer numbers its parameters."""
+        return self.framework in _NUMBERING
+
+    @property
+    def own(self) -> bool:
+        """True if the source was saved by a framework that keeps the same things in the same files."""
+        return self.saved is not None and (self.saved.framework in _NUMBERING) is self.numbers
+
+    @property
+    def versions(self) -> Node:
+        """The versions of the model's modules; None where nothing says them under the names of this run."""
+        return self.saved.versions if self.saved is not None and self.own and self.saved.fsdp == 2 else None
+
+    @property
+    def random_states(self) -> Sequence[Mapping[str, Node]]:
+        """The random states by source rank; none where these frameworks have no use for them, or if asked so."""
+        facts, rng = self.checkpoint.facts, self.request.options.deepspeed.rng
+        if not self.numbers or rng is RngPolicy.DROP or not isinstance(facts, RankFacts):
+            return ()
+        return facts.rank_states if all(states.keys() >= _RANDOM for states in facts.rank_states) else ()
+
+    @property
+    def scheduler(self) -> Node:
+        """The state dict of the scheduler; None if there is none of torch."""
+        found = self.checkpoint.scheduler if self.numbers else None
+        if self.own or found is None:
+            return found
+        keys = mapping_items(found, what="a scheduler").keys() if is_mapping(found) else ()
+        return found if {*map(str, keys)} >= _OF_SCHEDULER else None
+
+    @cached_property
+    def extra(self) -> Mapping[str | int, Node] | None:
+        """What each rank's extra state holds beside its own; None if there is no such file.
+
+        verl's loader asks for it unless it is told not to; the file is left out where the source of the same kind has
+        none.
+        """
+        if not self.numbers or (self.saved is not None and self.own and not self.saved.has_extra):
+            return None
+        scheduler = self.carried(self.scheduler)
+        if self.framework is RankFramework.VERL:
+            return {"lr_scheduler": scheduler}
+        client = mapping_of({k: self.carried(v) for k, v in self.checkpoint.client_state.items()})
+        return {"lr_scheduler": mapping_of({}) if scheduler is None else scheduler, "client_state": client, "tag": None}
+
+    def carried(self, node: Node) -> Node:
+        """A tree of the source under the request's policy for objects of classes that are not on the allow-list.
+
+        Raises:
+            SourceError: `pickle.forbidden_global` under the policy `refuse`.
+        """
+        policy = self.request.opaque
+        if policy is OpaquePolicy.KEEP or not (strange := foreign_paths(node, "")):
+            return node
+        if policy is OpaquePolicy.DROP:
+            return rewrite(node, lambda tensor: tensor, lambda _: None)
+        raise SourceError(
+            "pickle.forbidden_global",
+            f"{printable(strange[0])} would be written out, and is not on the allow-list",
+            fix="--opaque keep writes such objects out again, unexecuted; --opaque drop writes None instead",
+        )
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, request: ConvertRequest) -> _Target:
+        options = request.options.of(FsdpRanksOptions)
+        facts = checkpoint.facts
+        saved = facts.saved if isinstance(facts, RankFacts) else None
+        framework = options.rank_framework or (None if saved is None else saved.framework)
+        if framework is None:
+            raise RequestError(
+                "request.invalid",
+                "files of FSDP's ranks have other names and keys for each framework, and the source is of none",
+                fix="say which one loads them: --rank-framework verl, skyrl or accelerate",
+            )
+        _require_fsdp2(options.fsdp_version, saved)
+        _require_plain_mesh(saved)
+        device = options.device_type or ("" if saved is None or saved.mesh is None else saved.mesh.device)
+        if not device.isascii() or not device.isalpha() or len(device) > 16:
+            raise RequestError(
+                "request.invalid",
+                "the files name the type of the run's devices, and the source does not say it",
+                fix="--device-type cuda for a run on GPUs",
+            )
+        shape = _shape(request.options.deepspeed.dp or 1, options.fsdp_size, saved)
+        return cls(checkpoint, request, saved, framework, device, shape, _names(framework, saved, len(shape)))
+
+
+def _require_fsdp2(said: int | None, saved: SavedRanks | None) -> None:
+    """Refuse a run of FSDP1, whose files are others, and a source that does not say which one it is of."""
+    version = said or (2 if saved is None else saved.fsdp)
+    if version == 2:
+        return
+    text = "the source does not say if its run uses FSDP1 or FSDP2"
+    if version == 1:
+        text = "the run uses FSDP1" if said else "the source was saved by FSDP1, and so its run loads files of FSDP1"
+    raise RequestError(
+        "request.unsatisfiable",
+        f"{text}; files of FSDP2 are written, and none of FSDP1",
+        fix="set the run to FSDP2 (strategy fsdp2 of verl, fsdp_version 2 of Accelerate) and say so: --fsdp-version 2",
+    )
+
+
+def _require_plain_mesh(saved: SavedRanks | None) -> None:
+    """Refuse a source whose run cuts tensors in another way than rows, or whose torch pickles other meshes."""
+    if saved is None or saved.mesh is None:
+        return
+    mesh = saved.mesh
+    if saved.other_cuts or len(mesh.shape) > 2 or mesh.ranks != prod(mesh.shape):
+        cut = f"; {listed([printable(n) for n in saved.other_cuts])} are cut in another way" if saved.other_cuts else ""
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the run's tensors lie on {printable(str(mesh))} among {mesh.ranks} ranks, and files are written for FSDP "
+            f"alone, which cuts rows{cut}",
+            fix="--to dcp loads on any mesh",
+        )
+    if mesh.form is not MeshForm.AXES:
+        raise RequestError(
+            "request.unsatisfiable",
+            "the source's torch pickles meshes in an older form, and files are written for torch 2.13 and newer",
+            fix="--to dcp loads with any version of torch",
+        )
+
+
+def _shape(world: int, said: int | None, saved: SavedRanks | None) -> Shape:
+    """The shape of the mesh, as verl makes it of `fsdp_size`: one axis if one copy fills all ranks.
+
+    Source: verl 0.9.1 `workers/engine/fsdp/utils.py` (`create_device_mesh`).
+    """
+    own = saved.mesh.shape[-1] if saved is not None and saved.mesh is not None and len(saved.mesh.shape) == 2 else None
+    size = said or own or world
+    if size >= world:
+        return (world,)
+    if world % size:
+        source = "" if said else " as in the source"
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{world} ranks are no multiple of the {size} ranks that share one copy{source}",
+            fix=f"--dp {world // size * size}, or the run's fsdp_size on {world} ranks: --fsdp-size {world}",
+        )
+    return world // size, size
+
+
+def _names(framework: RankFramework, saved: SavedRanks | None, axes: int) -> tuple[str, ...] | None:
+    """The names of the mesh's axes: the source's if its framework and the number of axes are the same."""
+    if saved is not None and saved.mesh is not None and saved.framework is framework and len(saved.mesh.shape) == axes:
+        return saved.mesh.names
+    return _AXES[axes] if framework in _NUMBERING else None
+
+
+# DTensors as inert data.
+
+
+class _Rank:
+    """Makes the tensors of one rank."""
+
+    def __init__(self, target: _Target, rank: int) -> None:
+        self._target, self._rank = target, rank
+        self._tensors = target.checkpoint.shard_map.tensors
+        self._plain = frozenset[int]() if target.saved is None else target.saved.plain
+        self._layout = _call("torch.serialization", "_get_layout", "torch.strided")
+        self._device = _call("torch", "device", "cpu")
+        axes, whole = len(target.shape), target.shape[-1]
+        self._place, self._ranks = rank % whole, whole
+        kinds = "torch.distributed.tensor.placement_types"
+        shard = _object(kinds, "Shard", {"dim": 0})
+        self._placements = PTuple((shard,) if axes == 1 else (_object(kinds, "Replicate", {}), shard))
+        self._order = PTuple((_made(_SPEC, "ShardOrderEntry", 0, PTuple((axes - 1,))),))
+        self._mesh = self._mesh_node()
+
+    def whole(self, number: int) -> Node:
+        """A tensor that each rank holds whole."""
+        return PTensorRef(number)
+
+    def parameter(self, number: int, weight: int | None) -> Node:
+        """The shard of a parameter or of one of its states; whole where the run keeps the parameter whole.
+
+        Args:
+            number: The tensor.
+            weight: The parameter's weight, by which its run knows it.
+        """
+        return self.whole(number) if weight in self._plain else self._dtensor(self._tensors[number], number)
+
+    def _dtensor(self, tensor: LogicalTensor, number: int) -> Node:
+        """A DTensor whose rows are dealt as `torch.chunk` deals them.
+
+        Source: torch 2.13.0 `distributed/tensor/placement_types.py` (`Shard.local_shard_size_and_offset`).
+        """
+        if not tensor.shape:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"{printable(tensor.fqn)} has no dimensions, and FSDP2 shards no such parameter",
+                fix=_WEIGHTS,
+            )
+        rows, stride, dtype = tensor.shape[0], packed_stride(tensor.shape), Global("torch", tensor.dtype.name)
+        chunk = -(-rows // self._ranks)
+        first, last = (min(rows, place * chunk) for place in (self._place, self._place + 1))
+        local = (last - first, *tensor.shape[1:])
+        row = prod(tensor.shape[1:])
+        part: Node = PRuns(tensor.dtype.name, local, ((number, first * row, last * row),))
+        part = part if prod(local) else PLiteral(tensor.dtype.name, local, b"")
+        size = PObject("reduce", Global("torch", "Size"), PTuple((PTuple(tensor.shape),)))
+        spec = _object(
+            _SPEC,
+            "DTensorSpec",
+            {
+                "mesh": self._mesh,
+                "placements": self._placements,
+                "tensor_meta": _made(_SPEC, "TensorMeta", size, PTuple(stride), dtype),
+                "shard_order": self._order,
+                "use_strided_shard_as_shard_order": False,
+                "_hash": None,
+            },
+        )
+        made = PTuple((_DTENSOR, dtype, PTuple(tensor.shape), PTuple(stride), 0, self._layout, self._device, False))
+        state = PTuple((None, mapping_of({"_local_tensor": part, "_spec": spec})))
+        wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
+        args = PTuple((wrapper, _DTENSOR, made, state))
+        return PObject("reduce", Global("torch._tensor", "_rebuild_from_type_v2"), args)
+
+    def _mesh_node(self) -> Node:
+        """The mesh as this rank knows it.
+
+        A mesh of one axis is that of the whole world, whose process group is `0`. Of others nobody knows the groups'
+        names, and a mesh without this attribute has none.
+        """
+        target, world = self._target, self._target.world
+        ranks = tuple(range(world))
+        strides = (1,) if len(target.shape) == 1 else (target.shape[1], 1)
+        axes = [_axis(length, stride) for length, stride in zip(target.shape, strides, strict=True)]
+        groups: dict[str | int, Node] = {"_dim_group_names": PList(["0"])} if len(target.shape) == 1 else {}
+        place = (self._rank,) if len(target.shape) == 1 else divmod(self._rank, target.shape[1])
+        return _object(
+            "torch.distributed.device_mesh",
+            "DeviceMesh",
+            {
+                "_device_type": target.device,
+                "_layout": _object(_MESH, "_MeshLayout", {"axes": PTuple(tuple(axes))}),
+                "_rank_map": PLiteral("int32", (world,), struct.pack(f"<{world}i", *ranks)),
+                "_mesh_dim_names": None if target.names is None else PTuple(target.names),
+                "_root_mesh": None,
+                "_flatten_rank_map": PTuple(ranks),
+                "_thread_id": None,
+                "_flatten_mapping": mapping_of({}),
+                **groups,
+                "_rank": self._rank,
+                "_coordinate_on_dim": PTuple(place),
+                "_hash": None,
+            },
+        )
+
+
+def _axis(length: int, stride: int) -> PObject:
+    """An axis of a mesh; one of a single rank has no length, as torch joins axes."""
+    lengths, strides = ((length,), (stride,)) if length > 1 else ((), ())
+    return _object(_MESH, "_FlatLayout", {"shape": PTuple(lengths), "stride": PTuple(strides)})
+
+
+def _call(module: str, name: str, text: str) -> PObject:
+    return PObject("reduce", Global(module, name), PTuple((text,)))
+
+
+def _made(module: str, name: str, *args: Node) -> PObject:
+    return PObject("newobj", Global(module, name), PTuple(args))
+
+
+def _object(module: str, name: str, state: dict[str | int, Node]) -> PObject:
+    return PObject("newobj", Global(module, name), PTuple(), state=mapping_of(state), has_state=True)
+
+
+# The optimizer's keys.
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The optimizer's key of each parameter by its name, and those of each param group."""
+
+    keys: Mapping[str, str | int]
+    lists: Sequence[Sequence[str | int]]
+
+
+def _keys_of(target: _Target) -> _Keys:
+    """Names for Accelerate. Numbers for verl and SkyRL: the source's own, else in the order of the model.
+
+    Raises:
+        RequestError: `request.unsatisfiable` if nothing says the numbers.
+    """
+    checkpoint = target.checkpoint
+    groups = range(len(checkpoint.optimizer.groups if checkpoint.optimizer is not None else ()))
+    if not target.numbers:
+        keys = {p.fqn: p.fqn for p in checkpoint.trained}
+        return _Keys(keys, [[p.fqn for p in checkpoint.members(g)] for g in groups])
+    saved = target.saved
+    if saved is not None and saved.numbers:
+        own = {p.fqn: saved.numbers[p.weight] for p in checkpoint.parameters if p.weight in saved.numbers}
+        if own.keys() >= {p.fqn for p in checkpoint.trained}:
+            return _Keys(own, saved.lists)
+    if len(groups) > 1:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the source has {len(groups)} param groups, and {target.framework} makes one of all parameters",
+            fix="--rank-framework accelerate keeps groups, and --to dcp, too",
+        )
+    names = {p.fqn for p in checkpoint.parameters}
+    order = list(dict.fromkeys(checkpoint.shared.get(n, n) for n in checkpoint.module_names))
+    order = [n for n in order if n in names]
+    if checkpoint.frozen_left_out or len(order) != len(names):
+        lacking = listed([printable(n) for n in sorted(names - {*order})])
+        text = f"the place of {lacking} in the model's order is not in it"
+        if checkpoint.frozen_left_out:
+            text = "it was saved without frozen parameters, which have numbers, too"
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{target.framework} numbers all parameters in the model's order, and the source does not say it: {text}",
+            fix="name a checkpoint of the whole model; --rank-framework accelerate and --to dcp need no numbers",
+        )
+    return _Keys({n: i for i, n in enumerate(order)}, [list(range(len(order))) for _ in groups])
+
+
+# The files.
+
+
+class _Files:
+    """Lays out the files of each rank."""
+
+    def __init__(self, target: _Target) -> None:
+        """Refuse what these files have no place for.
+
+        Raises:
+            RequestError: `request.unsatisfiable`.
+        """
+        self._target, self._checkpoint = target, target.checkpoint
+        optimizer = target.checkpoint.optimizer
+        if optimizer is not None and optimizer.unread:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the optimizer keeps {listed([*optimizer.unread])}, which only the source's own format holds",
+                fix=_WEIGHTS,
+            )
+        if optimizer is not None and target.checkpoint.trained and not optimizer.groups:
+            text = "the source keeps no hyper-parameters of its param groups"
+            raise RequestError("request.unsatisfiable", text, fix=_WEIGHTS)
+        self._keys = None if optimizer is None else _keys_of(target)
+        self._extra = target.extra
+
+    def of_all_ranks(self) -> Iterator[TargetFile]:
+        """All files. The models' are commit files: without its own no rank's loader goes on."""
+        target = self._target
+        for number in range(target.world):
+            rank = _Rank(target, number)
+            if self._keys is not None:
+                yield self._file("optim", number, self._optimizer(rank, self._keys))
+            if self._extra is not None:
+                yield self._file("extra_state", number, self._extra_state(number, self._extra))
+            yield self._file("model", number, self._model(rank))
+        if target.numbers:
+            said = {VERSION: 2} if target.framework is RankFramework.VERL else {STRATEGY: "fsdp2"}
+            text = json.dumps({**said, "world_size": target.world}, indent=4)
+            yield TargetFile(CONFIG, literal_template(text.encode()), ())
+
+    def _file(self, item: str, rank: int, node: Node) -> TargetFile:
+        target = self._target
+        name = f"{item}_world_size_{target.world}_rank_{rank}.pt"
+        if not target.numbers:
+            head = "pytorch_model_fsdp" if item == "model" else "optimizer"
+            number = target.saved.number if target.saved is not None else 0
+            name = f"{head}_{number}_rank{rank}.bin"
+        # The names of DTensors' parts are written, too. Those of the source's own trees were checked by `_carried`.
+        shard_map, keep = self._checkpoint.shard_map, OpaquePolicy.KEEP
+        template, slots = tree_template(name.rpartition(".")[0], node, shard_map, opaque=keep)
+        return TargetFile(name, template, slots, commit=item == "model")
+
+    def _model(self, rank: _Rank) -> Node:
+        checkpoint = self._checkpoint
+        parameters = {p.fqn: p for p in checkpoint.parameters}
+        buffers = {b.fqn: b.tensor for b in checkpoint.buffers}
+        found: dict[str, Node] = {}
+        known = (*checkpoint.module_names, *buffers, *parameters, *checkpoint.shared, *checkpoint.extra_states)
+        for name in dict.fromkeys(known):
+            owner = checkpoint.shared.get(name, name)
+            if owner in parameters:
+                found[name] = rank.parameter(parameters[owner].value(), parameters[owner].weight)
+            elif owner in buffers:
+                found[name] = rank.whole(buffers[owner])
+            elif name in checkpoint.extra_states:
+                found[name] = self._target.carried(checkpoint.extra_states[name])
+        if not self._target.numbers:
+            return mapping_of({**found})
+        node = ordered_dict(found)
+        if (versions := self._target.versions) is not None:
+            node.state, node.has_state = mapping_of({VERSIONS: versions}), True
+        return node
+
+    def _optimizer(self, rank: _Rank, keys: _Keys) -> Node:
+        held = {keys.keys[p.fqn]: self._states(p, rank) for p in self._checkpoint.trained}
+        states = {k: mapping_of(s) for k, s in held.items() if s}
+        if self._target.numbers:
+            states = dict(sorted(states.items(), key=lambda item: int(item[0])))
+        groups = self._checkpoint.optimizer.groups if self._checkpoint.optimizer is not None else ()
+        made: list[Node] = []
+        for group, own in zip(groups, keys.lists, strict=True):
+            values = {key: self._target.carried(value) for key, value in group.hyper_parameters.items()}
+            made.append(mapping_of({**values, "params": PList([*own])}))
+        return mapping_of({"state": mapping_of({**states}), "param_groups": PList(made)})
+
+    def _states(self, parameter: Parameter, rank: _Rank) -> dict[str | int, Node]:
+        """The states of a parameter: its numbers first, as torch has them."""
+        found: dict[str | int, Node] = {}
+        for name in sorted(parameter.scalars, key=lambda n: n != _STEP):
+            found[name] = _number(name, parameter.scalars[name])
+        for name, number in parameter.states.items():
+            if name != "fp32":
+                found[name] = rank.parameter(number, parameter.weight)
+        return found
+
+    def _extra_state(self, rank: int, extra: Mapping[str | int, Node]) -> Node:
+        target, states = self._target, self._target.random_states
+        own: dict[str | int, Node] = {**extra}
+        if target.framework is RankFramework.SKYRL:
+            own |= {STRATEGY: "fsdp2", "world_size": target.world, "rank": rank}
+        if states:
+            own["rng"] = mapping_of({k: target.carried(v) for k, v in states[rank % len(states)].items()})
+        return mapping_of(own)
+
+
+def _number(name: str, scalar: Scalar) -> Node:
+    """A number of a parameter; torch's optimizers keep the step as a tensor of fp32.
+
+    Source: torch 2.13.0 `optim/adam.py` (`__setstate__`).
+    """
+    if name != _STEP or scalar.dtype is not None:
+        return scalar_node(scalar)
+    try:
+        return PLiteral(FLOAT32.name, (), struct.pack("<f", scalar.value))
+    except OverflowError as error:
+        raise SourceError("checkpoint.malformed", f"the step of a parameter is {scalar.value}") from error
+
+
+# What the user is told.
+
+
+def _warnings(target: _Target) -> Iterator[str]:
+    checkpoint, states = target.checkpoint, target.random_states
+    if not target.own:
+        yield _FOR_FSDP2
+    if checkpoint.optimizer is None:
+        yield _NO_OPTIMIZER
+    if checkpoint.padding_rows:
+        yield padding_left_out(checkpoint)
+    if states and len(states) != target.world:
+        text = f"random states ({', '.join(states[0])}) do not fit other worlds"
+        yield f"{text}: rank r gets those of source rank r mod {len(states)}"
+    if target.framework is RankFramework.SKYRL and target.scheduler is None:
+        yield "the source has no learning-rate scheduler, and SkyRL loads an empty state into the run's if it has one"
+
+
+def _left_out(target: _Target) -> Iterator[NotCarried]:
+    """What the source holds and these files do not."""
+    checkpoint, kept = target.checkpoint, set[str]()
+    if target.scheduler is not None:
+        kept.add("schedulers")
+    if target.framework is RankFramework.SKYRL and target.extra is not None:
+        kept |= {*map(str, checkpoint.client_state)}
+    kept |= {RANK_STATES} if target.random_states else set()
+    dropped = target.request.options.deepspeed.rng is RngPolicy.DROP
+    for key in map(str, checkpoint.facts.run_state(checkpoint)):
+        if key not in kept:
+            yield from named([key], AS_ASKED if dropped and key == RANK_STATES else _NO_PLACE)
+    optimizer = checkpoint.optimizer
+    numbers = () if optimizer is None else optimizer.rank_numbers
+    yield from named((f"optimizer.{name}" for name in numbers), _OF_PARTITIONS)
