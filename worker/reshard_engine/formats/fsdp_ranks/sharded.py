@@ -23,7 +23,7 @@ from math import prod
 
 from reshard.errors import SourceError, counted, listed, printable
 from reshard_engine.containers.torch_file import TorchFile, place_of
-from reshard_engine.pickles.nodes import Global, Node, PDict, PObject, PTensor, PTuple, kind_of, sequence_items
+from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PTensor, PTuple, kind_of, sequence_items
 from reshard_engine.pickles.rebuild import made_of_tensors
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 from reshard_engine.tensors.shard_map import is_packed
@@ -131,6 +131,8 @@ class Mesh:
     device: str
     """Type of the devices, such as `cuda`; empty if the file does not say."""
     form: MeshForm
+    groups: tuple[str, ...] = ()
+    """The name of this rank's process group for each axis; empty if the file does not say."""
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, self.shape))
@@ -366,7 +368,10 @@ class RankFile:
             )
         if len(set(ranks)) != len(ranks):
             raise self._bad(what, "a rank is in its mesh twice")
-        return Mesh(shape, words, coordinate, len(ranks), device if isinstance(device, str) else "", form)
+        said = state.get("_dim_group_names")
+        groups = tuple(str(n) for n in self._items(said, what)) if isinstance(said, PList) else ()
+        device = device if isinstance(device, str) else ""
+        return Mesh(shape, words, coordinate, len(ranks), device, form, groups)
 
     def _other_rank(self, text: str) -> SourceError:
         return SourceError(

@@ -71,6 +71,10 @@ _NO_PLACE = "files of these ranks have no place for it"
 _OF_PARTITIONS = "one number for each rank's partition, and these files hold whole parameters' shards"
 _WEIGHTS = "write the weights alone: --to safetensors"
 _FOR_FSDP2 = "the files are those of FSDP2 (fully_shard; strategy fsdp2 of verl) in torch 2.13 or newer"
+_NO_GROUPS = (
+    "nothing says the names of the process groups of a mesh of replicas: loaded optimizer states cannot be gathered "
+    "(DTensor.full_tensor)"
+)
 _NO_OPTIMIZER = "the source holds no optimizer: the run must begin its optimizer anew"
 
 
@@ -152,6 +156,33 @@ class _Target:
             return found
         keys = mapping_items(found, what="a scheduler").keys() if is_mapping(found) else ()
         return found if {*map(str, keys)} >= _OF_SCHEDULER else None
+
+    @cached_property
+    def first_group(self) -> int | None:
+        """The number of the first process group of a mesh of two axes; None if the source does not show it.
+
+        torch numbers process groups as they are made: those of the first axis, one for each rank of a copy, then those
+        of the second. The run makes as many groups before them as the source's did.
+
+        Source: torch 2.13.0 `distributed/device_mesh.py` (`_init_process_groups`), `distributed/distributed_c10d.py`
+        (`_process_group_name`).
+        """
+        mesh = None if self.saved is None else self.saved.mesh
+        if mesh is None or len(mesh.shape) != 2 or len(mesh.groups) != 2 or any(mesh.coordinate):
+            return None
+        first, second = (int(n) if n.isdecimal() and len(n) < 10 else -1 for n in mesh.groups)
+        return first if first >= 0 and second - first == mesh.shape[1] else None
+
+    def groups(self, place: Sequence[int]) -> tuple[str, ...] | None:
+        """The names of the process groups of a rank; None if nothing shows them, and its mesh has none then.
+
+        A mesh of one axis is on the group of the whole world, which torch calls `0` if no file names another one.
+        """
+        mesh = None if self.saved is None else self.saved.mesh
+        if len(self.shape) == 1:
+            return mesh.groups if mesh is not None and len(mesh.groups) == len(mesh.shape) == 1 else ("0",)
+        first = self.first_group
+        return None if first is None else (str(first + place[1]), str(first + self.shape[1] + place[0]))
 
     @cached_property
     def extra(self) -> Mapping[str | int, Node] | None:
@@ -343,17 +374,14 @@ class _Rank:
         return PObject("reduce", Global("torch._tensor", "_rebuild_from_type_v2"), args)
 
     def _mesh_node(self) -> Node:
-        """The mesh as this rank knows it.
-
-        A mesh of one axis is that of the whole world, whose process group is `0`. Of others nobody knows the groups'
-        names, and a mesh without this attribute has none.
-        """
+        """The mesh as this rank knows it."""
         target, world = self._target, self._target.world
         ranks = tuple(range(world))
         strides = (1,) if len(target.shape) == 1 else (target.shape[1], 1)
         axes = [_axis(length, stride) for length, stride in zip(target.shape, strides, strict=True)]
-        groups: dict[str | int, Node] = {"_dim_group_names": PList(["0"])} if len(target.shape) == 1 else {}
         place = (self._rank,) if len(target.shape) == 1 else divmod(self._rank, target.shape[1])
+        names = target.groups(place)
+        groups: dict[str | int, Node] = {} if names is None else {"_dim_group_names": PList([*names])}
         return _object(
             "torch.distributed.device_mesh",
             "DeviceMesh",
@@ -569,6 +597,8 @@ def _warnings(target: _Target) -> Iterator[str]:
         yield _FOR_FSDP2
     if checkpoint.optimizer is None:
         yield _NO_OPTIMIZER
+    if len(target.shape) == 2 and target.first_group is None:
+        yield _NO_GROUPS
     if checkpoint.padding_rows:
         yield padding_left_out(checkpoint)
     if states and len(states) != target.world:
