@@ -39,6 +39,7 @@ TARGET_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("deepspeed", "native"), "zero"),
     **dict.fromkeys(("fsdp", "fsdp2", "distcp"), "dcp"),
     "lora": "peft",
+    "fsdp-ranks": "fsdp_ranks",
 }
 """Other names of targets that mean one of ours and no other. A misspelling is none: it is asked back."""
 _WITH_FRAMEWORKS = {
@@ -50,6 +51,7 @@ TARGET_FIXES: Mapping[str, str] = {
     **{f"zero{stage}": f"--to zero --zero-stage {stage} --dp N" for stage in range(4)},
     "gguf": "--to safetensors --model-files DIR, then llama.cpp's convert_hf_to_gguf.py (DIR: config and tokenizer)",
     "torchtitan": "--to dcp --framework torchtitan",
+    **{name: f"--to fsdp_ranks --rank-framework {name} --dp N" for name in ("verl", "skyrl")},
     "megatron": "--to zero --dp N, or --to universal (Megatron-DeepSpeed); files of Megatron Core are not written",
 }
 """Names that people type for a target and that need more words, and these words."""

@@ -254,6 +254,12 @@ def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[s
         commands.append(("Resume on N GPUs (FSDP)", f"ensure {place}"))
     if here and ensurable(found):
         commands.append((_RESUME, f"ensure {place} --dp N"))
+    elif (ranks := examples.pop(f"{TargetFormat.FSDP_RANKS} --dp", None)) is not None:
+        # Its own framework goes on with it, and DeepSpeed could.
+        commands.append(("Resume on N GPUs (FSDP)", f"convert {place} DST {_NUMBER_OF_RANKS.sub('--dp N', ranks)}"))
+        if "zero --dp" in examples:
+            zero = _NUMBER_OF_RANKS.sub("--dp N", examples["zero --dp"])
+            commands.append(("Resume on N GPUs (DeepSpeed)", f"convert {place} DST {zero}"))
     elif here and distributed and "zero --dp" in examples:
         commands.append(("Resume on N GPUs (DeepSpeed)", f"ensure {place} --to zero --dp N --zero-stage 2"))
     elif "zero --dp" in examples:

@@ -13,16 +13,16 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
-from reshard.choices import RankFramework
+from reshard.choices import MANIFEST, RankFramework
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.formats.fsdp_ranks.sharded import Mesh
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
-from reshard_engine.storage.locations import Location
+from reshard_engine.storage.locations import Location, refuse_hub_link_elsewhere
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
@@ -93,6 +93,8 @@ class SavedRanks:
     """True if the save has the extra state."""
     versions: Node = None
     """The versions of the model's modules, which `state_dict` keeps beside the tensors."""
+    beside: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """The contents of small files beside the ranks', by path: configuration and tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,38 @@ class RankFacts(FormatFacts):
         if not self.rank_states:
             return {}
         return {RANK_STATES: PList([mapping_of({**states}) for states in self.rank_states])}
+
+
+_BESIDE = "huggingface"
+_LORA = "lora_train_meta.json"
+_WEIGHTS_OR_INDEX = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+_BESIDE_LIMIT_BYTES = 128 << 20
+
+
+def files_beside(location: Location) -> tuple[dict[str, bytes], list[str]]:
+    """The contents of the small files that verl and SkyRL keep beside the ranks': configuration, tokenizer, LoRA.
+
+    Weights in `huggingface/` are a copy of the model; their paths are the second result.
+
+    Raises:
+        SourceError: `checkpoint.too_large`; a file that cannot be read.
+    """
+    listing = location.store.list_directory(location.path)
+    found = {n: i for n, i in names_of(listing).items() if n == _LORA}
+    left: list[str] = []
+    if _BESIDE in listing.directories:
+        for name, info in names_of(location.store.list_directory(location.child(_BESIDE).path)).items():
+            path = f"{_BESIDE}/{name}"
+            if name.endswith(_WEIGHTS_OR_INDEX):
+                left.append(path)
+            else:
+                found[path] = info
+    for info in found.values():
+        refuse_hub_link_elsewhere(location, info.path)
+    if (total := sum(i.size_bytes for i in found.values())) > _BESIDE_LIMIT_BYTES:
+        text = f"configuration and tokenizer have {total} bytes, the limit is {_BESIDE_LIMIT_BYTES}"
+        raise SourceError("checkpoint.too_large", text, fix="move large files out of huggingface/")
+    return {path: read_bytes(location.store, info) for path, info in sorted(found.items())}, sorted(left)
 
 
 def names_of(listing: Listing) -> dict[str, ObjectInfo]:
@@ -280,5 +314,5 @@ def _no_model(location: Location, names: Sequence[str]) -> SourceError:
 
 
 def _others(listing: Listing, read: Mapping[str, object] | set[str]) -> tuple[str, ...]:
-    names = (n for n in names_of(listing) if n not in read and n != CONFIG)
+    names = (n for n in names_of(listing) if n not in read and n not in (CONFIG, MANIFEST))
     return (*sorted(names), *(f"{d}/" for d in listing.directories if not d.startswith(".")))

@@ -42,6 +42,7 @@ from reshard_engine.formats.fsdp_ranks.files import (
     RankFacts,
     RankSet,
     SavedRanks,
+    files_beside,
     holds_rank_files,
     rank_set,
 )
@@ -58,7 +59,7 @@ from reshard_engine.formats.model_weights import checked_name, checked_state, co
 from reshard_engine.pickles.nodes import Node, PObject, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import TreeDifference, compare_trees
-from reshard_engine.storage.locations import Location
+from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.layout import KnownFiles
@@ -70,6 +71,7 @@ _MADE_ANEW = frozenset({"tag", "fsdp_strategy", "world_size", "rank"})
 _BESIDE = "it lies beside the ranks' files, and nothing reads it"
 _HUGGINGFACE = "huggingface/"
 _MODEL_FILES = "configuration and tokenizer: --model-files with this directory copies them beside weights"
+_COPY = "a copy of the model's weights, which a run of the target saves again"
 _PER_RANK = "ranks saved different values under one key; the first rank's is taken"
 _FIRST_RANK = ("_rank_0.pt", "_rank0.bin")
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
@@ -131,6 +133,20 @@ class FsdpRanks(Format):
         framework = request.options.of(FsdpRanksOptions).rank_framework
         kept = saved is not None and bool(saved.numbers) and framework is not RankFramework.ACCELERATE
         return (Question.ORDER, Question.BUFFERS) if kept else ()
+
+    def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
+        """The checkpoint with the small files beside it, for a target that keeps them at the same places."""
+        facts = checkpoint.facts
+        saved = facts.saved if isinstance(facts, RankFacts) else None
+        chosen = request.options.of(FsdpRanksOptions).rank_framework
+        if request.to not in self.targets or not isinstance(facts, RankFacts) or saved is None:
+            return checkpoint
+        if RankFramework.ACCELERATE in (saved.framework, chosen):
+            return checkpoint
+        beside, weights = files_beside(open_location(checkpoint.url, request.source.profile))
+        carried = {*beside, *([_HUGGINGFACE] if any(p.startswith(_HUGGINGFACE) for p in (*beside, *weights)) else [])}
+        left = tuple(n for n in checkpoint.not_carried if n.path not in carried) + named(weights, _COPY)
+        return replace(checkpoint, facts=replace(facts, saved=replace(saved, beside=beside)), not_carried=left)
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Files of any number of ranks, for a checkpoint of the same kind."""

@@ -509,6 +509,8 @@ class _Files:
             said = {VERSION: 2} if target.framework is RankFramework.VERL else {STRATEGY: "fsdp2"}
             text = json.dumps({**said, "world_size": target.world}, indent=4)
             yield TargetFile(CONFIG, literal_template(text.encode()), ())
+            for path, data in target.saved.beside.items() if target.saved is not None else ():
+                yield TargetFile(path, literal_template(data), ())
 
     def _file(self, item: str, rank: int, node: Node) -> TargetFile:
         target = self._target
