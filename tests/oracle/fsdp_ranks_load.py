@@ -1,4 +1,4 @@
-"""Functions that run inside the ranks: load a distributed checkpoint into sharded tensors of a world of their own."""
+"""Functions that run inside the ranks: load checkpoints into sharded tensors or a model of a world of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from oracle.dcp_models import start_world
@@ -51,3 +54,107 @@ def load(path: str, expected: str, tied: dict[str, str], out: str) -> dict[str, 
         save_file({k: v.contiguous().clone() for k, v in whole.items()}, out)
         Path(f"{out}.json").write_text(json.dumps(sorted(whole)))
     return {"tensors": len(whole)}
+
+
+_VOCABULARY, _SAMPLES, _STEPS = 67, 12, 3
+
+
+def resume(path: str, framework: str, case: dict[str, Any], out: str) -> dict[str, Any]:
+    """Goes on with a run from its ranks' files, as verl or Accelerate load them, for three steps.
+
+    Args:
+        path: The directory with the files.
+        framework: `verl` or `accelerate`.
+        case: How the model was made: `kind`, `tied`, `buffers`.
+        out: Where the first rank leaves what was loaded, gathered, by the truth's names.
+
+    Returns:
+        Losses, learning rates before the steps, and this rank's random states.
+    """
+    rank, world = start_world()
+    verl = framework == "verl"
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",) if verl else None)
+    model = _model(case)
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(_groups(model, verl=verl), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
+    rate = (lambda i: min(1.0, i / 2)) if verl else (lambda i: 1 / (1 + 0.1 * i))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    folder = Path(path)
+    if verl:
+        held = {i: folder / f"{i}_world_size_{world}_rank_{rank}.pt" for i in ("model", "optim", "extra_state")}
+        model.load_state_dict(torch.load(held["model"], weights_only=True))
+        optimizer.load_state_dict(torch.load(held["optim"], weights_only=True))
+        extra = torch.load(held["extra_state"], weights_only=False)
+        scheduler.load_state_dict(extra["lr_scheduler"])
+        torch.set_rng_state(extra["rng"]["cpu"])
+    else:
+        set_model_state_dict(model, torch.load(folder / f"pytorch_model_fsdp_0_rank{rank}.bin", weights_only=True))
+        states = torch.load(folder / f"optimizer_0_rank{rank}.bin", weights_only=True)
+        set_optimizer_state_dict(model, optimizer, states)
+        scheduler.last_epoch += _STEPS
+    random_sum = int(torch.get_rng_state().long().sum())
+    rates = [group["lr"] for group in optimizer.param_groups]
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in _held(model, optimizer).items()}
+    if rank == 0:
+        save_file({k: v.detach().contiguous().clone() for k, v in whole.items()}, out)
+    losses = [_step(model, optimizer, scheduler, number) for number in range(_STEPS, 2 * _STEPS)]
+    return {"losses": losses, "rates": rates, "random_sum": random_sum}
+
+
+def _model(case: dict[str, Any]) -> nn.Module:
+    """The model of the real cases, with weights of its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(99)
+    sizes: dict[str, Any] = {
+        "vocab_size": _VOCABULARY, "hidden_size": 24, "intermediate_size": 38, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "tie_word_embeddings": case.get("tied", False), "attn_implementation": "eager", "pad_token_id": None,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    llama = case["kind"] == "llama"
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes)) if llama else Qwen2ForCausalLM(Qwen2Config(**sizes))
+    if case.get("buffers"):
+        model.register_buffer("count", torch.tensor(0))
+        model.register_buffer("table", torch.zeros(2, 3))
+        model.register_buffer("flag", torch.tensor([False, False]))
+        model.get_submodule("model").register_buffer("b16", torch.zeros(5, dtype=torch.bfloat16))
+    return model
+
+
+def _groups(model: nn.Module, *, verl: bool) -> Any:
+    """verl's one group of all parameters; those of the case of Accelerate: vectors first, without weight decay."""
+    if verl:
+        return model.parameters()
+    held = list(model.parameters())
+    return [
+        {"params": [p for p in held if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in held if p.ndim >= 2], "weight_decay": 0.1},
+    ]
+
+
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What the model and the optimizer hold, by the truth's names."""
+    found: dict[str, torch.Tensor] = {f"{name}/model": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}/{state}": value for state, value in optimizer.state[parameter].items()}
+    return found
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, number: int) -> float:
+    """Trains on this rank's part of a step's samples; returns the mean loss of all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = range(rank * _SAMPLES // world, (rank + 1) * _SAMPLES // world)
+    seeds = (torch.Generator().manual_seed(3000 + number * _SAMPLES + k) for k in own)
+    tokens = torch.stack([torch.randint(0, _VOCABULARY, (10,), generator=seed) for seed in seeds])
+    logits = model(input_ids=tokens).logits.float()
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return float(mean) / world

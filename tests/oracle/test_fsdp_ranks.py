@@ -108,3 +108,48 @@ def test_zero_and_universal_hold_the_same_state(name: str, place: Path, tmp_path
     for target in (zero, universal):
         found = reshard.diff(case.checkpoint, target, progress=False)
         assert [d for d in found.differences if d.name != "counters and client state"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "dp"),
+    [("verl_fsdp2_tied_w4", 3), ("verl_fsdp2_tied_w4", 2), ("verl_fsdp2_buf_w2", 3), ("acc_nodcp_fsdp2_w4", 3)],
+)
+def test_a_run_goes_on_with_its_files_on_another_number_of_ranks(
+    name: str, dp: int, place: Path, tmp_path: Path, fsdp: FsdpOracle
+) -> None:
+    case, out = rank_case(name, place), tmp_path / "loaded.safetensors"
+    reshard.convert(case.checkpoint, tmp_path / "out", to="fsdp_ranks", dp=dp, progress=False)
+    jobs = {
+        "path": str(tmp_path / "out"), "framework": case.facts["framework"], "case": case.facts["case_args"],
+        "out": str(out),
+    }  # fmt: skip
+    found = fsdp.worlds.run("oracle.fsdp_ranks_load:resume", world=dp, timeout_s=TIMEOUT_S, **jobs)
+    assert differences(case, load_file(out)) == []
+    assert all(f["rates"] == [g["lr"] for g in case.facts["groups"]] for f in found)
+    assert [f["losses"] for f in found] == [pytest.approx(case.facts["losses_after"], abs=2e-6)] * dp
+    if name in VERL:  # rank r has the random states of source rank r mod N
+        sums = case.facts["rng_torch_byte_sum_by_rank"]
+        assert [f["random_sum"] for f in found] == [sums[r % len(sums)] for r in range(dp)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("verl_fsdp1_flat_w2", {"fsdp_version": 2}),
+        ("verl_fsdp1_orig_w4", {"fsdp_version": 2}),
+        ("acc_nodcp_fsdp1_w2", {"fsdp_version": 2, "device_type": "cpu"}),
+        ("verl_fsdp2_hsdp_2x2", {}),
+        ("verl_fsdp2_lora_w4", {}),
+        ("verl_fsdp2_cudatag_w2", {}),
+    ],
+)
+def test_files_for_other_ranks_hold_each_tensor_of_the_run(
+    name: str, options: dict[str, Any], place: Path, tmp_path: Path
+) -> None:
+    case = rank_case(name, place)
+    reshard.convert(case.checkpoint, tmp_path / "out", to="fsdp_ranks", dp=6, progress=False, **options)
+    reshard.convert(tmp_path / "out", tmp_path / "dcp", to="dcp", grammar="state-dict", progress=False)
+    found = whole(tmp_path / "dcp")
+    assert differences(case, named(found)) == []
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in found["optimizer"]["param_groups"]]
+    assert json.loads(json.dumps(groups)) == case.facts["groups"]
