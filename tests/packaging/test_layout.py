@@ -74,7 +74,7 @@ OF_OTHERS = {
         *("lr_scheduler", "lr_scheduler_", "lr_scheduler[", "skipped_steps"),
     },
     # Names of verl's and SkyRL's extra state, too.
-    "formats/fsdp_ranks/format.py": {"lr_scheduler", "client_state"},
+    "formats/fsdp_ranks/files.py": {"lr_scheduler", "client_state"},
     # Names of Megatron-LM and of verl, too.
     "formats/sources.py": {r"mp_rank_\d+(_\d+)?(_\d+)?", r"global_step_\d+"},
     "pickles/policy.py": {  # the reviewed allow-list is one list

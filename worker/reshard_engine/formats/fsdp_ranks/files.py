@@ -30,6 +30,8 @@ CONFIG = "fsdp_config.json"
 VERSION, STRATEGY = "FSDP_version", "fsdp_strategy"
 """The keys by which verl and SkyRL say in it which FSDP saved."""
 _STRATEGIES = {"fsdp": 1, "fsdp2": 2}
+SCHEDULER, RNG, CLIENT = "lr_scheduler", "rng", "client_state"
+"""Keys of the extra state; SkyRL alone has the last one."""
 RANK_STATES = "random_states"
 """The name of the ranks' random states among the run's state."""
 VERSIONS = "_metadata"

@@ -37,7 +37,10 @@ from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_to
 from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.fsdp_ranks.files import (
+    CLIENT,
     CONFIG,
+    RNG,
+    SCHEDULER,
     VERSIONS,
     RankFacts,
     RankSet,
@@ -65,7 +68,6 @@ from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.layout import KnownFiles
 from reshard_engine.tensors.shard_map import Boxes, Column, LogicalTensor, ShardMapBuilder, add_boxes
 
-_SCHEDULER, _RNG, _CLIENT = "lr_scheduler", "rng", "client_state"
 _MADE_ANEW = frozenset({"tag", "fsdp_strategy", "world_size", "rank"})
 """Keys of SkyRL's extra state that say how it was saved."""
 _BESIDE = "it lies beside the ranks' files, and nothing reads it"
@@ -607,21 +609,21 @@ class _Assembly:
         entries = [mapping_items(p.root, what=printable(p.file.name)) for p in parsed]
         found.rng = _random_states(trees, parsed, entries)
         for key, node in entries[0].items():
-            if key == _RNG or node is None:
+            if key == RNG or node is None:
                 continue
-            if key in _MADE_ANEW or key not in (_SCHEDULER, _CLIENT):
+            if key in _MADE_ANEW or key not in (SCHEDULER, CLIENT):
                 reason = "it says how the run was saved" if key in _MADE_ANEW else UNKNOWN
                 found.not_carried += named([str(key)], reason)
                 continue
             if any(_differ(node, other.get(key)) for other in entries[1:]):
                 found.not_carried += named([str(key)], _PER_RANK)
             carried = trees.carried(node, parsed[0])
-            if key == _SCHEDULER:
+            if key == SCHEDULER:
                 found.schedulers = (carried,)
             elif is_mapping(carried):
-                found.client_state |= mapping_items(carried, what=_CLIENT)
+                found.client_state |= mapping_items(carried, what=CLIENT)
             else:
-                found.client_state[_CLIENT] = carried
+                found.client_state[CLIENT] = carried
         return found
 
     def _beside(self) -> list[NotCarried]:
@@ -653,10 +655,10 @@ def _random_states(
     """The random states of each rank; none if a rank has none."""
     found: list[Mapping[str, Node]] = []
     for one, held in zip(parsed, entries, strict=True):
-        states = held.get(_RNG)
+        states = held.get(RNG)
         if not is_mapping(states):
             return ()
-        what = f"{printable(one.file.name)}: {_RNG}"
+        what = f"{printable(one.file.name)}: {RNG}"
         found.append({str(k): v for k, v in mapping_items(trees.carried(states, one), what=what).items()})
     return tuple(found)
 

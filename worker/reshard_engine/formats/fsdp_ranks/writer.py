@@ -26,8 +26,11 @@ from reshard.options import FsdpRanksOptions
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
 from reshard_engine.formats.fsdp_ranks.files import (
+    CLIENT,
     CONFIG,
     RANK_STATES,
+    RNG,
+    SCHEDULER,
     STRATEGY,
     VERSION,
     VERSIONS,
@@ -195,9 +198,9 @@ class _Target:
             return None
         scheduler = self.carried(self.scheduler)
         if self.framework is RankFramework.VERL:
-            return {"lr_scheduler": scheduler}
+            return {SCHEDULER: scheduler}
         client = mapping_of({k: self.carried(v) for k, v in self.checkpoint.client_state.items()})
-        return {"lr_scheduler": mapping_of({}) if scheduler is None else scheduler, "client_state": client, "tag": None}
+        return {SCHEDULER: mapping_of({}) if scheduler is None else scheduler, CLIENT: client, "tag": None}
 
     def carried(self, node: Node) -> Node:
         """A tree of the source under the request's policy for objects of classes that are not on the allow-list.
@@ -573,7 +576,7 @@ class _Files:
         if target.framework is RankFramework.SKYRL:
             own |= {STRATEGY: "fsdp2", "world_size": target.world, "rank": rank}
         if states:
-            own["rng"] = mapping_of({k: target.carried(v) for k, v in states[rank % len(states)].items()})
+            own[RNG] = mapping_of({k: target.carried(v) for k, v in states[rank % len(states)].items()})
         return mapping_of(own)
 
 
