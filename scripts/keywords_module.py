@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 '''
 _GIVEN: Mapping[Any, str] = {parse_size: "int | str", read_rules: "PathLike", read_order: "Order"}
 """What a keyword argument takes for an option whose flag is parsed, by what parses it."""
+_OURS = ("deepspeed", "fsdp_ranks", "weights", "peft", "dcp")
+"""The formats that reshard brings and that have options."""
 _NESTED = '''
     options: Options | Mapping[str, Any]
     """The options by format, nested as in requests; options of reshard's own formats may also be given unnested."""
@@ -66,7 +68,7 @@ def keywords_module() -> str:
 
 
 def _is_ours(option: Declared) -> bool:
-    return option.within[:1] != ("options",) or option.within[1] in ("deepspeed", "weights", "peft", "dcp")
+    return option.within[:1] != ("options",) or option.within[1] in _OURS
 
 
 def _of_two(options: Mapping[str, Declared]) -> dict[str, Declared]:

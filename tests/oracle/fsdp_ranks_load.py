@@ -79,8 +79,7 @@ def resume(path: str, framework: str, case: dict[str, Any], out: str) -> dict[st
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(_groups(model, verl=verl), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
-    rate = (lambda i: min(1.0, i / 2)) if verl else (lambda i: 1 / (1 + 0.1 * i))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up if verl else _decay)
     folder = Path(path)
     if verl:
         held = {i: folder / f"{i}_world_size_{world}_rank_{rank}.pt" for i in ("model", "optim", "extra_state")}
@@ -101,6 +100,14 @@ def resume(path: str, framework: str, case: dict[str, Any], out: str) -> dict[st
         save_file({k: v.detach().contiguous().clone() for k, v in whole.items()}, out)
     losses = [_step(model, optimizer, scheduler, number) for number in range(_STEPS, 2 * _STEPS)]
     return {"losses": losses, "rates": rates, "random_sum": random_sum}
+
+
+def _warm_up(step: int) -> float:
+    return min(1.0, step / 2)
+
+
+def _decay(step: int) -> float:
+    return 1 / (1 + 0.1 * step)
 
 
 def _model(case: dict[str, Any]) -> nn.Module:

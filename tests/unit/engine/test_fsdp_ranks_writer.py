@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,32 @@ def convert(place: Path, out: Path, dp: int, **options: Any) -> Any:
 
 def _same(a: Any, b: Any, where: str) -> list[str]:
     """The places at which two values differ: types, tensors bit for bit, the meshes and specifications of DTensors."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        order = list if isinstance(a, OrderedDict) else sorted
-        keys = [f"{where}: keys {list(a)} and {list(b)}"] if order(a) != order(b) else []
+    if is_mapping(a) and is_mapping(b):
+        same = [*a] == [*b] if type(a) is type(b) is OrderedDict else {*a} == {*b}
+        keys = [] if same else [f"{where}: keys {[*a]} and {[*b]}"]
         return keys or [p for k in a for p in _same(a[k], b[k], f"{where}.{k}")]
     if type(a) is not type(b):
         return [f"{where}: {type(a)} and {type(b)}"]
-    if isinstance(a, list | tuple):
+    if type(a) in (list, tuple):
         lengths = [f"{where}: {len(a)} and {len(b)} items"] if len(a) != len(b) else []
         return lengths or [p for i, v in enumerate(a) for p in _same(v, b[i], f"{where}[{i}]")]
-    if isinstance(a, DTensor):
-        same = a._spec == b._spec and a.device_mesh == b.device_mesh and a.stride() == b.stride()
-        names = a.device_mesh._dim_group_names == b.device_mesh._dim_group_names
-        own = a.device_mesh._rank == b.device_mesh._rank
-        place = a.device_mesh.get_coordinate() == b.device_mesh.get_coordinate()
-        problems = [] if same and names and own and place else [f"{where}: {a._spec} and {b._spec}"]
+    if type(a) is DTensor:
+        problems = [] if _said_of(a) == _said_of(b) else [f"{where}: {_said_of(a)} and {_said_of(b)}"]
         return problems + _same(a.to_local(), b.to_local(), f"{where} locally")
-    if isinstance(a, torch.Tensor):
+    if type(a) is torch.Tensor:
         return [] if (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a, b) else [f"{where}: other elements"]
     return [] if a == b else [f"{where}: {a!r} and {b!r}"]
+
+
+def is_mapping(value: Any) -> bool:
+    return type(value) in (dict, OrderedDict)
+
+
+def _said_of(tensor: Any) -> tuple[object, ...]:
+    """What a DTensor says of the whole tensor, of the mesh, and of its rank's place and process groups in it."""
+    mesh = tensor.device_mesh
+    groups, rank = mesh._dim_group_names, mesh._rank
+    return tensor._spec, mesh, groups, rank, mesh.get_coordinate(), tensor.stride(), tensor.requires_grad
 
 
 def _differences(found: Path, wanted: Path, world: World) -> list[str]:
@@ -79,11 +86,11 @@ def _differences(found: Path, wanted: Path, world: World) -> list[str]:
 def test_each_file_holds_what_torch_saves_on_that_many_ranks(
     save: Callable[..., Path], source: World, target: World, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    unnamed = (lambda w: replace(w, names=None)) if save is save_accelerate and len(source.shape) == 1 else lambda w: w
-    source, target = unnamed(source), unnamed(target)
+    if save is save_accelerate and len(source.shape) == 1:
+        source, target = replace(source, names=None), replace(target, names=None)
     if save is save_accelerate and len(source.shape) != len(target.shape):
         target = replace(target, names=None)
-    extra = {"extra": {"lr_scheduler": SCHEDULER}} if save is save_verl else {}
+    extra: dict[str, Any] = {"extra": {"lr_scheduler": SCHEDULER}} if save is save_verl else {}
     save(small_model(_rows(source)), tmp_path / "in", source, **extra)
     save(small_model(_rows(target)), tmp_path / "wanted", target, **extra)
     convert(tmp_path / "in", tmp_path / "out", target.size, **options)
@@ -188,7 +195,7 @@ def test_the_names_and_module_versions_of_the_run_stay(tmp_path: Path) -> None:
 
 def test_what_the_user_orders_keeps_its_numbers(tmp_path: Path) -> None:
     model = small_model()
-    turned = replace(model, groups=[list(reversed(model.parameters))])
+    turned = replace(model, groups=[[*model.parameters][::-1]])
 
     def change(_rank: int, item: str, value: dict[str, Any]) -> None:
         if item == "optim":  # the optimizer counts from the last parameter on
@@ -199,7 +206,7 @@ def test_what_the_user_orders_keeps_its_numbers(tmp_path: Path) -> None:
     save_verl(turned, tmp_path / "in", World(), change=change, extra=NO_STATES)
     save_verl(turned, tmp_path / "wanted", World((3,)), change=change, extra=NO_STATES)
     order = tmp_path / "order.txt"
-    order.write_text("\n".join(reversed(model.parameters)))
+    order.write_text("\n".join([*model.parameters][::-1]))
     convert(tmp_path / "in", tmp_path / "out", 3, param_order=order)
     assert _differences(tmp_path / "out", tmp_path / "wanted", World((3,))) == []
 
@@ -233,7 +240,7 @@ def test_zero_becomes_verl_with_what_the_user_says(tmp_path: Path) -> None:
 def _older_mesh(rank: int, item: str, value: dict[str, Any]) -> None:
     for tensor in value.values() if item == "model" else ():
         if isinstance(tensor, DTensor) and "mesh" not in tensor.device_mesh.__dict__:
-            mesh = tensor.device_mesh
+            mesh: Any = tensor.device_mesh
             own = {"device_type": "cpu", "mesh": mesh.mesh, "mesh_dim_names": ("fsdp",), "_coordinate_on_dim": [rank]}
             mesh.__dict__.clear()
             mesh.__dict__.update(own)
@@ -277,8 +284,9 @@ def test_what_the_files_cannot_hold_is_refused(make: str, options: dict[str, Any
             save_accelerate(replace(model, groups=[names[:2], names[2:]]), place, World((2,), None))
         case _:
             save_verl(model, place, World())
+    given: dict[str, Any] = {"to": "fsdp_ranks", "dp": 3, "progress": False, **options}
     with pytest.raises(ReshardError, match=says) as caught:
-        reshard.convert(place, tmp_path / "out", **{"to": "fsdp_ranks", "dp": 3, "progress": False, **options})
+        reshard.convert(place, tmp_path / "out", **given)
     assert caught.value.code in ("request.invalid", "request.unsatisfiable")
     assert caught.value.fix
 

@@ -447,7 +447,8 @@ def _keys_of(target: _Target) -> _Keys:
         return _Keys(keys, [[p.fqn for p in checkpoint.members(g)] for g in groups])
     saved = target.saved
     if saved is not None and saved.numbers:
-        own = {p.fqn: saved.numbers[p.weight] for p in checkpoint.parameters if p.weight in saved.numbers}
+        places = ((p.fqn, p.weight) for p in checkpoint.parameters)
+        own = {name: saved.numbers[w] for name, w in places if w is not None and w in saved.numbers}
         if own.keys() >= {p.fqn for p in checkpoint.trained}:
             return _Keys(own, saved.lists)
     if len(groups) > 1:
