@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         OpaquePolicy,
         OverflowPolicy,
         ParamOrder,
+        RankFramework,
         ReplicaPolicy,
         RngPolicy,
         ServerCopyPolicy,
@@ -133,6 +134,14 @@ class OptionKeywords(TypedDict, total=False):
     """As in the ds_config of the target run; default: as in the source."""
     rng: RngPolicy | str
     """Random states: `keep` gives rank r those of source rank r mod N. One of `keep`, `drop`."""
+    rank_framework: RankFramework | str | None
+    """`to="fsdp_ranks"`: framework that loads it; default: the source's. One of `verl`, `skyrl`, `accelerate`."""
+    device_type: str | None
+    """`to="fsdp_ranks"`: devices of the run, such as cuda; default: the source's."""
+    fsdp_size: int | None
+    """`to="fsdp_ranks"`: ranks that share one copy (HSDP); default: the source's, else all."""
+    fsdp_version: int | None
+    """`to="fsdp_ranks"`: FSDP of the run; 2 for a run of FSDP1 that goes on with FSDP2."""
     merge_adapter: bool
     """Merge a LoRA adapter into the weights, with the names of the base model."""
     adapter: str | None
