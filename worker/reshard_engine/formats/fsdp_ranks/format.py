@@ -609,7 +609,8 @@ class _Assembly:
         entries = [mapping_items(p.root, what=printable(p.file.name)) for p in parsed]
         found.rng = _random_states(trees, parsed, entries)
         for key, node in entries[0].items():
-            if key == RNG or node is None:
+            empty = is_mapping(node) and not mapping_items(node, what=printable(str(key)))
+            if key == RNG or node is None or (key == SCHEDULER and empty):  # SkyRL's word for none
                 continue
             if key in _MADE_ANEW or key not in (SCHEDULER, CLIENT):
                 reason = "it says how the run was saved" if key in _MADE_ANEW else UNKNOWN
