@@ -64,7 +64,7 @@ ENGINE = ROOT / "worker" / "reshard_engine"
 OWN = ("formats/deepspeed/", "testing/")
 OF_OTHERS = {
     # Names of the Trainer, of torchtitan and of Lightning, too.
-    "formats/dcp/reader/trainer_files.py": {
+    "formats/trainer_files.py": {
         "global_step",
         "lr_schedulers",
         r"(?:rng_state|random_states)(?:_(\d{1,7}))?\.(?:pth|pkl)",

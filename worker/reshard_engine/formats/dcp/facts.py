@@ -157,10 +157,6 @@ METADATA = ".metadata"
 SUFFIX = ".distcp"
 OWN_STATE, BUFFERS = "reshard", "buffers"
 """An attribute of `.metadata` that our own writer adds, as Megatron adds others; torch ignores it."""
-META = "meta.pt"
-"""Lightning's file beside the shards: all of its checkpoint but weights and optimizers."""
-TRAINER_STATE = "trainer_state.json"
-"""The Trainer's own state: counters and its log."""
 RANK_METADATA = re.compile(r"__(\d{1,7})\.metadata")
 """A rank's own metadata, of a save without collectives."""
 DATA_FILE = re.compile(r"__(\d{1,7})_(\d{1,7})\.distcp")

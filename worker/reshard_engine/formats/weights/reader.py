@@ -15,6 +15,7 @@ from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_to
 from reshard_engine.formats.carried import NotCarriedKeys
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.model_weights import checked_name
+from reshard_engine.formats.trainer_files import TRAINER_STATE
 from reshard_engine.pickles.nodes import Node, PTensor, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import is_extra_state
@@ -33,7 +34,6 @@ from reshard_engine.tensors.shard_map import ShardMapBuilder
 _SHARD = re.compile(r"(?P<stem>.+)-[0-9]{5,6}-of-[0-9]{5,6}")
 _INDEX = ".index.json"
 _OPTIMIZER = re.compile(r"optimizer(_[0-9]+)?(_rank[0-9]+)?\.(bin|pt)")
-TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True, slots=True)

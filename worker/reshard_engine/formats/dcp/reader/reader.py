@@ -11,12 +11,11 @@ from reshard.errors import counted, listed, printable
 from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters, Parameter, Question, Undecided
 from reshard_engine.formats.dcp.facts import (
-    META,
     MODEL_DIRECTORY,
     OPTIMIZER_DIRECTORY,
-    TRAINER_STATE,
     DcpFacts,
     is_distributed,
+    is_shard,
     names_of,
 )
 from reshard_engine.formats.dcp.metadata.model import KeyPath
@@ -35,9 +34,9 @@ from reshard_engine.formats.dcp.reader.saved_state import (
     read_state,
 )
 from reshard_engine.formats.dcp.reader.tensors import ChunkTensors
-from reshard_engine.formats.dcp.reader.trainer_files import Companions, beside_shards, read_companions
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.model_weights import compiled_names
+from reshard_engine.formats.trainer_files import META, TRAINER_STATE, Companions, beside, read_companions
 from reshard_engine.pickles.nodes import Node, PList, PTensorRef, PTuple, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.trees import compare_trees
 from reshard_engine.storage.locations import Location
@@ -491,7 +490,7 @@ class DcpReader:
         """
         lightning = META in names_of(listing)
         companions = read_companions(location, listing, options.ledger) if lightning else Companions()
-        companions.not_carried += beside_shards(listing, companions=lightning)
+        companions.not_carried += beside(listing, is_shard, companions=lightning)
         framework = Framework.LIGHTNING if lightning else None
         return Assembly(read_state(location, listing), companions, options).checkpoint(Origin(location.url, framework))
 
@@ -513,6 +512,6 @@ class TrainerReader:
         """
         state = saved_state_in(location, listing) or SavedState()
         companions = read_companions(location, listing, options.ledger)
-        companions.not_carried += beside_shards(listing, companions=True, folders=_folders(listing))
+        companions.not_carried += beside(listing, is_shard, companions=True, folders=_folders(listing))
         framework = Framework.TRAINER if TRAINER_STATE in names_of(listing) else Framework.ACCELERATE
         return Assembly(state, companions, options).checkpoint(Origin(location.url, framework))

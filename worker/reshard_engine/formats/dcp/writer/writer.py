@@ -18,7 +18,7 @@ from reshard.errors import RequestError, listed
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.formats import carried
-from reshard_engine.formats.dcp.facts import META, RANK_STATES, TRAINER_STATE, DcpFacts, facts_of
+from reshard_engine.formats.dcp.facts import RANK_STATES, DcpFacts, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, is_scheduler, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import StateTree
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
@@ -32,6 +32,7 @@ from reshard_engine.formats.dcp.writer.state_dict import (
     key_of,
 )
 from reshard_engine.formats.torch_archive import tree_template
+from reshard_engine.formats.trainer_files import META, TRAINER_STATE
 from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of, node_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
 

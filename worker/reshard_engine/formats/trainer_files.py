@@ -1,30 +1,22 @@
-"""Files of a trainer beside the shards: schedulers, random states, counters, and objects that the script saves.
-
-Tensors of these files are small (random states), so their bytes are taken into the trees.
-"""
+"""Files of a trainer beside the model and its optimizer: schedulers, random states, counters, objects of the script."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from reshard.errors import SourceError, printable
 from reshard.models.jobs import NotCarried
-from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.formats.carried import named
-from reshard_engine.formats.dcp.facts import META, TRAINER_STATE, DcpFacts, facts_of, is_shard
 from reshard_engine.integrity.manifest import MANIFEST_NAME
-from reshard_engine.pickles.nodes import Node, PLiteral, PTensor, mapping_items, sequence_items
+from reshard_engine.pickles.nodes import Node, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.pickles.trees import rewrite
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes
-from reshard_engine.tensors.dtypes import BY_NAME
-from reshard_engine.tensors.shard_map import is_packed
 
 # The files of a trainer are read as inert data, and written again only for a target of the same kind.
 #
@@ -32,15 +24,20 @@ from reshard_engine.tensors.shard_map import is_packed
 # `trainer.py` (`_save_rng_state`, `_save_checkpoint`); pytorch-lightning 2.6.6 `strategies/fsdp.py`
 # (`save_checkpoint`).
 
+META = "meta.pt"
+"""Lightning's file beside the shards: all of its checkpoint but weights and optimizers."""
+TRAINER_STATE = "trainer_state.json"
+"""The Trainer's own state: counters and its log."""
 SCHEDULER = re.compile(r"scheduler(?:_\d{1,4})?\.(?:bin|pt)")
 RANK_STATES = re.compile(r"(?:rng_state|random_states)(?:_(\d{1,7}))?\.(?:pth|pkl)")
 _OBJECTS = re.compile(
     r"custom_checkpoint_\d{1,4}\.pkl|sampler(?:_\d{1,4})?\.bin|dl_state_dict(?:_\d{1,4})?\.bin|scaler\.pt"
 )
-_MADE_ANEW = {
+MADE_ANEW = {
     "training_args.bin": "the Trainer writes its arguments anew",
     "checkpoint-is-incomplete.txt": "a mark of the Trainer",
 }
+"""Files of a trainer that are not read, each with the reason."""
 _STATE_LIMIT_BYTES = 64 << 20
 _BESIDE = "it lies beside the shards, and nothing reads it"
 _NO_RANK = "files of lower ranks are missing, and the target numbers ranks without gaps"
@@ -66,7 +63,7 @@ class Companions:
 
 
 def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) -> Companions:
-    """Read the files beside the shards of a directory.
+    """Read the files of a trainer in a directory.
 
     Raises:
         SourceError: `zip.*`, `pickle.*`, `checkpoint.malformed` for files that are not as trainers write them.
@@ -92,21 +89,33 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
     return found
 
 
-def beside_shards(listing: Listing, *, companions: bool, folders: Collection[str] = ()) -> list[NotCarried]:
-    """The files and directories beside the shards that nothing reads.
+def beside(
+    listing: Listing,
+    is_read: Callable[[str], bool],
+    *,
+    companions: bool,
+    folders: Collection[str] = (),
+    reasons: Mapping[str, str] = MADE_ANEW,
+    otherwise: str = _BESIDE,
+) -> list[NotCarried]:
+    """The files and directories of a checkpoint that nothing reads.
 
     Args:
         listing: The directory.
+        is_read: True for the name of a file of the model or of an optimizer, which is read.
         companions: True if the files of a trainer are read.
         folders: The directories that are read.
+        reasons: Why files of these names are not read.
+        otherwise: The reason for all others.
     """
     names = [f.path.rpartition("/")[2] for f in listing.files]
-    rest = [n for n in names if n != MANIFEST_NAME and not is_shard(n) and not (companions and _is_read(n))]
+    rest = [n for n in names if n != MANIFEST_NAME and not is_read(n) and not (companions and is_companion(n))]
     rest += [f"{d}/" for d in listing.directories if d not in folders and not d.startswith(".")]
-    return [NotCarried(path=printable(n), file=printable(n), reason=_MADE_ANEW.get(n, _BESIDE)) for n in rest]
+    return [NotCarried(path=printable(n), file=printable(n), reason=reasons.get(n, otherwise)) for n in rest]
 
 
-def _is_read(name: str) -> bool:
+def is_companion(name: str) -> bool:
+    """True for the name of a file that `read_companions` reads."""
     return name in (TRAINER_STATE, META) or any(p.fullmatch(name) for p in (SCHEDULER, RANK_STATES, _OBJECTS))
 
 
@@ -149,52 +158,3 @@ def _steps_of_trainer(text: bytes) -> int | None:
     state = parse_json(text, code="checkpoint.malformed", what=TRAINER_STATE)
     steps: Any = cast("dict[str, Any]", state).get("global_step") if isinstance(state, dict) else None
     return steps if type(steps) is int else None
-
-
-# A checkpoint with what a trainer's files hold.
-
-_LIMIT_BYTES = 64 << 20
-
-
-def with_trainer_files(checkpoint: Checkpoint, location: Location, ledger: OpaqueLedger) -> Checkpoint:
-    """The checkpoint with schedulers, random states, counters and objects of a trainer's directory.
-
-    Raises:
-        SourceError: `source.not_found` if the directory does not exist, and all errors of reading its files.
-    """
-    listing = location.store.list_directory(location.path)
-    if not listing.files:
-        where = printable(location.url)
-        raise SourceError("source.not_found", f"no files of a trainer are in {where}", fix="name a checkpoint-N")
-    found = read_companions(location, listing, ledger)
-    schedulers = tuple(_literal(p, node) for p, node in found.schedulers)
-    rng = tuple(
-        {str(k): v for k, v in mapping_items(_literal(p, p.root), what=printable(p.file.name)).items()}
-        for p, _ in found.rng
-    )
-    facts = facts_of(checkpoint) or DcpFacts(None)
-    counters = checkpoint.counters if found.steps is None else replace(checkpoint.counters, steps=found.steps)
-    if schedulers:
-        checkpoint = replace(checkpoint, schedulers=schedulers, scheduler_keys=(), own_scheduler=0)
-    return replace(
-        checkpoint,
-        counters=counters,
-        client_state={**checkpoint.client_state, **{n: _literal(p, node) for p, n, node in found.client_state}},
-        facts=replace(facts, texts={**facts.texts, **found.texts}, rank_states=rng or facts.rank_states),
-        foreign_globals=tuple(sorted({*checkpoint.foreign_globals, *ledger.foreign})),
-    )
-
-
-def _literal(parsed: TorchFile, node: Node) -> Node:
-    """The tree with its tensors as bytes."""
-
-    def literal(tensor: PTensor) -> PLiteral:
-        size = tensor.numel * BY_NAME[tensor.dtype].itemsize_bytes
-        if size > _LIMIT_BYTES or not is_packed(tensor.shape, tensor.stride):
-            raise SourceError(
-                "source.unsupported", f"{printable(parsed.file.name)} holds a tensor that is large or not contiguous"
-            )
-        data = parsed.file.read(parsed.tensor_offset(tensor), size) if size else b""
-        return PLiteral(tensor.dtype, tensor.shape, data)
-
-    return rewrite(node, literal, lambda foreign: foreign)
