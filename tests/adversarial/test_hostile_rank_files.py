@@ -520,3 +520,160 @@ def _replace_in_pickle(file: Path, old: bytes, new: bytes) -> None:
             changed = data.replace(old, new) if name.endswith("data.pkl") else data
             assert not name.endswith("data.pkl") or changed != data
             archive.writestr(name, changed)
+
+
+# -- full files --------------------------------------------------------------------------------------------------------
+
+ZERO: dict[str, Any] = {"to": "zero", "dp": 2, "zero_stage": "3"}
+
+
+def full_model() -> dict[str, torch.Tensor]:
+    """Two parameters of one shape, one of another, and a number."""
+    shapes = {"a.weight": (3, 4), "b.weight": (3, 4), "c.bias": (3,)}
+    model = {name: torch.arange(1, 1 + torch.Size(s).numel()).reshape(s) + len(name) for name, s in shapes.items()}
+    return {**{name: tensor.float() * (1 + i) for i, (name, tensor) in enumerate(model.items())}, "n": torch.tensor(3)}
+
+
+def full_states(model: dict[str, torch.Tensor], keys: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An optimizer of the model's parameters by name, or by these keys."""
+    keys = {n: n for n in model if n != "n"} if keys is None else keys
+    states = {
+        key: {"step": torch.tensor(2.0), "exp_avg": model[n] * 3, "exp_avg_sq": model[n] * 5} for n, key in keys.items()
+    }
+    group = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": [*states]}
+    return {"state": states, "param_groups": [group]}
+
+
+def save_full(place: Path, model: Any = None, optimizer: Any = None, *, number: str = "") -> Path:
+    """The full files of a model and its optimizer under Accelerate's names."""
+    place.mkdir(exist_ok=True)
+    model = full_model() if model is None else model
+    torch.save(model, place / f"pytorch_model_fsdp{number}.bin")
+    torch.save(full_states(model) if optimizer is None else optimizer, place / f"optimizer{number}.bin")
+    return place
+
+
+def of_another(place: Path) -> None:
+    torch.save(full_states({"other.weight": torch.ones(3, 4)}), place / "optimizer.bin")
+
+
+def sharded(place: Path) -> None:
+    """One rank's file of two under the name of a full one."""
+    save_accelerate(small_model(), place / "ranks", BARE)
+    shutil.copy(place / "ranks" / "pytorch_model_fsdp_0_rank0.bin", place / "pytorch_model_fsdp.bin")
+
+
+def cut_off(place: Path) -> None:
+    file = place / "optimizer.bin"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+FULL: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
+    "an optimizer of another model": ("checkpoint.incomplete", "names other.weight, and the model has no", of_another),
+    "a file of one rank of two": ("checkpoint.incomplete", "a run of 2 ranks or more", sharded),
+    "files of ranks beside them": (
+        "checkpoint.mixed",
+        "and full files (optimizer.bin, pytorch_model_fsdp.bin)",
+        lambda p: save_accelerate(small_model(), p, BARE),
+    ),
+    "a second model": (
+        "checkpoint.ambiguous",
+        "2 models: pytorch_model_fsdp, pytorch_model_fsdp_1",
+        lambda p: save_full(p, number="_1"),
+    ),
+    "an optimizer that is cut off": ("zip.bad_directory", "", cut_off),
+    "an optimizer that is a model": (
+        "checkpoint.malformed",
+        "`state` and `param_groups`",
+        lambda p: torch.save(full_model(), p / "optimizer.bin"),
+    ),
+    "a trainer's state that is no JSON": (
+        "checkpoint.malformed",
+        "trainer_state.json",
+        lambda p: (p / "trainer_state.json").write_text("{"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full_files_that_do_not_belong_together_are_refused(name: str, tmp_path: Path) -> None:
+    code, text, change = FULL[name]
+    place = save_full(tmp_path / "in")
+    change(place)
+    error = refused(place, tmp_path / "out")
+    assert error.code == code, error
+    assert text in error.message
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"a.weight": 0, "b.weight": 1, "c.bias": 2}, "their shapes alone do not tell which is which"),
+        ({"a.weight": 1, "b.weight": 2, "c.bias": 0}, "number 0 has states of (3,), and the parameter in its place"),
+        ({"a.weight": 0, "c.bias": 1}, "numbers 2 parameters, and the model's files hold 3"),
+    ],
+)
+def test_numbers_of_a_full_optimizer_are_never_guessed(keys: dict[str, int], text: str, tmp_path: Path) -> None:
+    model = full_model()
+    place = save_full(tmp_path / "in", model, full_states(model, keys))
+    for options in (ZERO, {"to": "dcp"}, {"to": "universal"}):
+        error = refused(place, tmp_path / "out" / "step", **options)
+        assert error.code == "checkpoint.ambiguous"
+        assert text in error.message
+        assert "--param-order" in (error.fix or "")
+    reshard.convert(place, tmp_path / "weights", to="safetensors", progress=False)
+    order = tmp_path / "order.txt"
+    order.write_text("".join(f"{name}\n" for name in sorted(keys, key=lambda n: keys[n])))
+    reshard.convert(place, tmp_path / "said" / "s", to="universal", param_order=str(order), progress=False)
+
+
+def test_numbers_of_a_full_optimizer_are_taken_where_shapes_prove_them(tmp_path: Path) -> None:
+    model = {"a.weight": torch.ones(3, 4), "b.weight": torch.ones(4, 3), "c.bias": torch.ones(3)}
+    keys = {name: number for number, name in enumerate(model)}
+    named = save_full(tmp_path / "named", model)
+    numbered = save_full(tmp_path / "numbered", model, full_states(model, keys))
+    assert reshard.diff(named, numbered, progress=False).equal
+
+
+def test_states_that_do_not_fit_their_parameters_stay_unread(tmp_path: Path) -> None:
+    optimizer = full_states(full_model())
+    optimizer["state"]["a.weight"]["exp_avg"] = torch.ones(4, 3)
+    place = save_full(tmp_path / "in", optimizer=optimizer)
+    error = refused(place, tmp_path / "out" / "step", **ZERO)
+    assert error.code == "checkpoint.ambiguous"
+    assert "exp_avg of a.weight is (4, 3)" in error.message
+    reshard.convert(place, tmp_path / "weights", to="safetensors", progress=False)
+
+
+def test_a_model_without_a_file_of_its_optimizer_is_weights(tmp_path: Path) -> None:
+    place = save_full(tmp_path / "in")
+    (place / "optimizer.bin").rename(place / "optimizer_1.bin")
+    assert command("inspect", str(place))[1].startswith("torch-weights")
+
+
+def test_each_of_two_models_is_read_with_its_own_optimizer(tmp_path: Path) -> None:
+    place = save_full(tmp_path / "in")
+    second = {name: tensor + 1 for name, tensor in full_model().items()}
+    save_full(place, second, number="_1")
+    alone = save_full(tmp_path / "alone", second)
+    torch.save({"last_epoch": 2, "_last_lr": [0.5], "base_lrs": [0.5]}, place / "scheduler.bin")
+    options: dict[str, Any] = {"to": "universal", "model_key": "pytorch_model_fsdp_1"}
+    error = refused(place, tmp_path / "out" / "s", **options)
+    assert error.code == "checkpoint.ambiguous"
+    assert "2 optimizers and 1 learning-rate scheduler" in error.message
+    result = reshard.convert(place, tmp_path / "out" / "s", scheduler_key="none", progress=False, **options)
+    assert {n.path for n in result.not_carried} >= {"pytorch_model_fsdp.bin", "optimizer.bin"}
+    found = reshard.diff(alone, tmp_path / "out" / "s", progress=False)
+    assert [d for d in found.differences if d.name != "counters and client state"] == []
+    with pytest.raises(ReshardError, match="no model is called"):
+        reshard.convert(place, tmp_path / "no" / "s", **(options | {"model_key": "pytorch_model_fsdp_2"}))
+
+
+def test_a_tensor_that_no_optimizer_trains_is_asked_about(tmp_path: Path) -> None:
+    model = {**full_model(), "table": torch.ones(7)}
+    place = save_full(tmp_path / "in", model, full_states(full_model()))
+    error = refused(place, tmp_path / "out" / "step", **ZERO)
+    assert error.code == "checkpoint.ambiguous"
+    assert "which of table are buffers" in error.message
+    for said in ("none", "table"):
+        reshard.convert(place, tmp_path / said / "step", buffers=said, progress=False, **ZERO)

@@ -9,11 +9,12 @@ from typing import Any, cast
 
 from reshard.errors import SourceError, printable
 from reshard.models.jobs import NotCarried
+from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.formats.carried import named
 from reshard_engine.integrity.manifest import MANIFEST_NAME
-from reshard_engine.pickles.nodes import Node, mapping_items, sequence_items
+from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes
@@ -29,12 +30,14 @@ META = "meta.pt"
 TRAINER_STATE = "trainer_state.json"
 """The Trainer's own state: counters and its log."""
 SCHEDULER = re.compile(r"scheduler(?:_\d{1,4})?\.(?:bin|pt)")
-RANK_STATES = re.compile(r"(?:rng_state|random_states)(?:_(\d{1,7}))?\.(?:pth|pkl)")
+_RANK_FILE = re.compile(r"(?:rng_state|random_states)(?:_(\d{1,7}))?\.(?:pth|pkl)")
 _OBJECTS = re.compile(
     r"custom_checkpoint_\d{1,4}\.pkl|sampler(?:_\d{1,4})?\.bin|dl_state_dict(?:_\d{1,4})?\.bin|scaler\.pt"
 )
+ARGUMENTS = "training_args.bin"
+"""The Trainer's arguments."""
 MADE_ANEW = {
-    "training_args.bin": "the Trainer writes its arguments anew",
+    ARGUMENTS: "the Trainer writes its arguments anew",
     "checkpoint-is-incomplete.txt": "a mark of the Trainer",
 }
 """Files of a trainer that are not read, each with the reason."""
@@ -62,6 +65,36 @@ class Companions:
     not_carried: list[NotCarried] = field(default_factory=list[NotCarried])
 
 
+RANK_STATES = "random_states"
+"""The name of the ranks' random states among the run's state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerFacts(FormatFacts):
+    """The part of a trainer's files that no field of a checkpoint holds, alike beside shards and beside full files."""
+
+    texts: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """Text files of a trainer, by name."""
+    rank_states: tuple[Mapping[str, Node], ...] = ()
+    """Random states by rank, by the keys of the framework that saved them. Other frameworks have no use for them."""
+
+    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
+        """The state that every format has, and a trainer's."""
+        return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
+
+    def own_state(self) -> Mapping[str | int, Node]:
+        """Text files of a trainer, and random states by rank."""
+        own: dict[str | int, Node] = {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
+        if self.rank_states:
+            own[RANK_STATES] = PList([mapping_of({**states}) for states in self.rank_states])
+        return own
+
+
+def trainer_facts(checkpoint: Checkpoint) -> TrainerFacts:
+    """What a trainer's files hold, whatever the format of the model beside them."""
+    return checkpoint.facts if isinstance(checkpoint.facts, TrainerFacts) else TrainerFacts()
+
+
 def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) -> Companions:
     """Read the files of a trainer in a directory.
 
@@ -73,7 +106,7 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
     torch_names = [
         n
         for n in infos_by_name
-        if n == META or SCHEDULER.fullmatch(n) or RANK_STATES.fullmatch(n) or _OBJECTS.fullmatch(n)
+        if n == META or SCHEDULER.fullmatch(n) or _RANK_FILE.fullmatch(n) or _OBJECTS.fullmatch(n)
     ]
     parts = [SourceFile(location.store, n, (infos_by_name[n],)) for n in sorted(torch_names, key=_order)]
     for parsed in open_all(parts, lambda f: open_torch_file(f, ledger)):
@@ -116,17 +149,17 @@ def beside(
 
 def is_companion(name: str) -> bool:
     """True for the name of a file that `read_companions` reads."""
-    return name in (TRAINER_STATE, META) or any(p.fullmatch(name) for p in (SCHEDULER, RANK_STATES, _OBJECTS))
+    return name in (TRAINER_STATE, META) or any(p.fullmatch(name) for p in (SCHEDULER, _RANK_FILE, _OBJECTS))
 
 
 def _order(name: str) -> tuple[str, int, str]:
     """Ranks in the order of their numbers."""
-    return ("rank", _rank_of(name), name) if RANK_STATES.fullmatch(name) else ("", 0, name)
+    return ("rank", _rank_of(name), name) if _RANK_FILE.fullmatch(name) else ("", 0, name)
 
 
 def _rank_of(name: str) -> int:
     """The rank in the name of a file of random states; 0 in that of a run of one process."""
-    match = RANK_STATES.fullmatch(name)
+    match = _RANK_FILE.fullmatch(name)
     return int(match[1] or 0) if match else 0
 
 
@@ -136,7 +169,7 @@ def _take(found: Companions, parsed: TorchFile) -> None:
         _take_meta(found, parsed)
     elif SCHEDULER.fullmatch(name):
         found.schedulers.append((parsed, parsed.root))
-    elif RANK_STATES.fullmatch(name):
+    elif _RANK_FILE.fullmatch(name):
         found.rng.append((parsed, mapping_items(parsed.root, what=printable(name))))
         found.ranks.append(_rank_of(name))
     else:

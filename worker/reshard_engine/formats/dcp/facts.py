@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from reshard.dcp_options import Framework
 from reshard.errors import counted
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
-from reshard_engine.pickles.nodes import Node, PList, mapping_of
+from reshard_engine.formats.trainer_files import TrainerFacts
+from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.trees import foreign_paths
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import Dtype
 
-RANK_STATES = "random_states"
-"""The name of the ranks' random states among the run's state."""
 KeyPath = tuple[str | int, ...]
 
 
@@ -50,7 +49,7 @@ class OpaqueTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class DcpFacts(FormatFacts):
+class DcpFacts(TrainerFacts):
     """The facts that a reader notes for the writer and for people."""
 
     framework: Framework | None
@@ -84,10 +83,6 @@ class DcpFacts(FormatFacts):
     and PEFT leaves the adapter's name out."""
     optimizer_names: Mapping[str, str] = field(default_factory=dict[str, str])
     """For each plain name the one in the optimizer's state dict, where it is another."""
-    texts: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """Text files of a trainer beside the shards, by name."""
-    rank_states: tuple[Mapping[str, Node], ...] = ()
-    """Random states by rank, by the keys of Accelerate or of the Trainer. Other frameworks have no use for them."""
 
     def places(self) -> Mapping[str, int]:
         """The places of further models and optimizers, each with the number of its tensors."""
@@ -122,10 +117,6 @@ class DcpFacts(FormatFacts):
             for state, tensor in tensors.items():
                 yield tensor.chunks[0].value if tensor.chunks else None, f"optimizer.state.{name}.{state}"
 
-    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
-        """The state that every format has, and a trainer's."""
-        return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
-
     def own_state(self) -> Mapping[str | int, Node]:
         """Further models and optimizers, odd states, random states of a trainer, and its text files."""
         own: dict[str | int, Node] = {place: f"{counted(count, 'tensor')}" for place, count in self.places().items()}
@@ -135,10 +126,7 @@ class DcpFacts(FormatFacts):
         own |= {
             f"optimizer.state.*.{s}": f"{kind} of {counted(count, 'parameter')}" for (s, kind), count in kinds.items()
         }
-        own |= {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
-        if self.rank_states:
-            own[RANK_STATES] = PList([mapping_of({**states}) for states in self.rank_states])
-        return own
+        return {**own, **TrainerFacts.own_state(self)}
 
 
 def facts_of(checkpoint: Checkpoint) -> DcpFacts | None:

@@ -17,7 +17,7 @@ from reshard_engine.formats.dcp.reader.tensors import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.state_tree import TorchSaveWriter, read_state_tree, read_torch_tree
 from reshard_engine.formats.dcp.writer.writer import DcpWriter
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
-from reshard_engine.formats.trainer_files import read_companions
+from reshard_engine.formats.trainer_files import read_companions, trainer_facts
 from reshard_engine.pickles.nodes import Node, PLiteral, PTensor, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import rewrite
@@ -130,7 +130,8 @@ def with_trainer_files(checkpoint: Checkpoint, location: Location, ledger: Opaqu
         {str(k): v for k, v in mapping_items(_literal(p, p.root), what=printable(p.file.name)).items()}
         for p, _ in found.rng
     )
-    facts = facts_of(checkpoint) or DcpFacts(None)
+    held = trainer_facts(checkpoint)
+    facts = facts_of(checkpoint) or DcpFacts(None, texts=held.texts, rank_states=held.rank_states)
     counters = checkpoint.counters if found.steps is None else replace(checkpoint.counters, steps=found.steps)
     if schedulers:
         checkpoint = replace(checkpoint, schedulers=schedulers, scheduler_keys=(), own_scheduler=0)

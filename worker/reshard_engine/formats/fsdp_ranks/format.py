@@ -1,7 +1,9 @@
 """Checkpoints of FSDP with one file for each rank, as a format: verl, SkyRL, and Accelerate without DCP.
 
 A rank's file holds what the rank held: its boxes of sharded tensors, and plain tensors whole. Boxes that several ranks
-hold (replicas of HSDP, buffers) are read once and compared before anything is written.
+hold (replicas of HSDP, buffers) are read once and compared before anything is written. Full files of Accelerate and
+the Trainer are those of a world of one rank. Their tensors are whole, so that nothing tells buffers from frozen
+parameters, and an optimizer that numbers parameters is read only where shapes or the user tell their order.
 
 Source: as in `files`, `sharded` and `optimizer`; torch 2.13.0 `distributed/fsdp/_fully_shard/_fsdp_param.py` (FSDP
 shards every parameter; a shard is a view of a padded storage), `nn/modules/module.py` (`state_dict`); SkyRL
@@ -11,21 +13,22 @@ shards every parameter; a shard is a view of a padded storage), `nn/modules/modu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from reshard.choices import NO_BUFFERS, RankFramework, TargetFormat
-from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.choices import NO_BUFFERS, NO_SCHEDULER, RankFramework, TargetFormat
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
 from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
 from reshard_engine.checkpoint import (
     Agreement,
     Buffer,
     Checkpoint,
+    Counters,
     OptimizerState,
     Parameter,
     ParamGroup,
@@ -34,7 +37,7 @@ from reshard_engine.checkpoint import (
 )
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file
-from reshard_engine.formats.carried import UNKNOWN, named
+from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
@@ -47,6 +50,9 @@ from reshard_engine.formats.fsdp_ranks.files import (
     SavedRanks,
     files_beside,
     holds_rank_files,
+    model_files,
+    names_of,
+    optimizer_files,
     rank_set,
 )
 from reshard_engine.formats.fsdp_ranks.optimizer import (
@@ -59,6 +65,7 @@ from reshard_engine.formats.fsdp_ranks.optimizer import (
 from reshard_engine.formats.fsdp_ranks.sharded import KNOWN, Held, Part, RankFile
 from reshard_engine.formats.fsdp_ranks.writer import FsdpRanksWriter
 from reshard_engine.formats.model_weights import checked_name, checked_state, compiled_names, plain_name
+from reshard_engine.formats.trainer_files import MADE_ANEW, TrainerFacts, beside, read_companions
 from reshard_engine.pickles.nodes import Node, PObject, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import TreeDifference, compare_trees
@@ -71,6 +78,8 @@ from reshard_engine.tensors.shard_map import Boxes, Column, LogicalTensor, Shard
 _MADE_ANEW = frozenset({"tag", "fsdp_strategy", "world_size", "rank"})
 """Keys of SkyRL's extra state that say how it was saved."""
 _BESIDE = "it lies beside the ranks' files, and nothing reads it"
+_BESIDE_FULL = "it lies beside the model's file, and nothing reads it"
+_BESIDE_MODEL = "it lies beside pytorch_model_fsdp.bin, from which the weights are read"
 _HUGGINGFACE = "huggingface/"
 _MODEL_FILES = "configuration and tokenizer: --model-files with this directory copies them beside weights"
 _COPY = "a copy of the model's weights, which a run of the target saves again"
@@ -88,7 +97,7 @@ class RankFilesReader:
     family = "fsdp_ranks"
 
     def recognises(self, listing: Listing) -> bool:
-        """True if there is a file with a rank's name."""
+        """True if there is a file with a rank's name, or a full file of a model and one of its optimizer."""
         return holds_rank_files(listing)
 
     def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
@@ -100,13 +109,15 @@ class RankFilesReader:
         """
         found, choices = rank_set(location, listing, options.choices.model_key), options.choices
         followed = ["param_order", "buffers", *(["model_key"] if found.framework is RankFramework.ACCELERATE else [])]
+        followed += ["scheduler_key"] if found.full else []
         text = f"{printable(location.url)} holds one model, its optimizer and its scheduler"
         refuse_choices(choices.model_copy(update=dict.fromkeys(followed)), text)
-        return _Assembly(found, options).checkpoint(location.url)
+        assembly = _Assembly(found, options)
+        return assembly.full_checkpoint(location, listing) if found.full else assembly.checkpoint(location.url)
 
 
 class FsdpRanks(Format):
-    """Files of FSDP's ranks."""
+    """Files of FSDP's ranks, and full files, which hold what all ranks held."""
 
     name = "fsdp_ranks"
     readers: ClassVar[tuple[Reader, ...]] = (RankFilesReader(),)
@@ -365,9 +376,9 @@ class _Model:
         """A key that is equal for matrices of equal sums; None where the files do not have the sums of all parts."""
         held = self.held[name]
         parts = [(rank, p) for rank, h in enumerate(held) for p in h.parts if p.numel]
-        if len(held[0].shape) < _LEAST_DIMS or not parts or any(p.sum is None for _, p in parts):
+        if len(held[0].shape) < _LEAST_DIMS or not parts or any(p.record is None for _, p in parts):
             return None
-        return held[0].dtype, held[0].shape, tuple((rank, p.offsets, p.sum) for rank, p in parts)
+        return held[0].dtype, held[0].shape, tuple((rank, p.offsets, p.record) for rank, p in parts)
 
 
 # The checkpoint.
@@ -381,6 +392,7 @@ class _Kinds:
     buffers: list[Buffer] = field(default_factory=list[Buffer])
     unproven: list[str] = field(default_factory=list[str])
     assumed: tuple[Undecided, ...] = ()
+    undecided: tuple[Undecided, ...] = ()
 
 
 @dataclass(slots=True)
@@ -432,12 +444,12 @@ class _Assembly:
         kinds = self._kinds()
         model, optimizer, plain = self._model, self._optimizer, self._model.plain
         read = None if optimizer is None or optimizer.unread else OptimizerState(self._groups(optimizer))
-        world = {"dp": self._set.world}
+        world = {} if self._set.full else {"dp": self._set.world}
         longer = {short: name for name, short in plain.items() if name != short}
         return Checkpoint(
             url=url,
             tag=self._options.tag,
-            format=f"fsdp-ranks-{self._set.framework}",
+            format=self._set.label,
             framework_version=None,
             world=world,
             files=tuple(self._files),
@@ -454,8 +466,8 @@ class _Assembly:
             run_names=compiled_names(longer),
             module_names=tuple(plain.values()),
             not_carried=(*state.not_carried, *named(model.others, UNKNOWN), *self._beside()),
-            facts=RankFacts(state.rng, self._saved()),
-            undecided=() if optimizer is None else optimizer.undecided,
+            facts=RankFacts(rank_states=state.rng, saved=self._saved()),
+            undecided=(*(() if optimizer is None else optimizer.undecided), *kinds.undecided),
             assumed=(*(() if optimizer is None else optimizer.assumed), *kinds.assumed),
             unproven=frozenset(kinds.unproven),
             copies={plain[a]: self._weights[a] for a in self._ties.by_value},
@@ -500,7 +512,8 @@ class _Assembly:
         ranks = self._opened(files, states_of_rank)
         self._first_optimizer = ranks[0].parsed
         names = [f.name for f in files]
-        return read_optimizer(ranks, self._model.tensors(), names, self._options.choices.param_order)
+        order, full = self._options.choices.param_order, self._set.full
+        return read_optimizer(ranks, self._model.tensors(), names, order, of_model=not full)
 
     def _groups(self, optimizer: ReadOptimizer) -> tuple[ParamGroup, ...]:
         """The param groups with references in place of tensors, which all ranks have alike."""
@@ -563,6 +576,9 @@ class _Assembly:
                 found.parameters.append(Parameter(plain[name], first.shape, None, number))
         if likely and optimizer is not None:
             found.assumed = (_likely_buffers(likely),)
+        # Where the order of parameters is open, it is asked for first: it tells which are trained.
+        elif self._set.full and found.unproven and members:
+            found.undecided = (_which_are_buffers(found.unproven),)
         return found
 
     def _said_buffers(self) -> set[str] | None:
@@ -627,6 +643,63 @@ class _Assembly:
                 found.client_state[CLIENT] = carried
         return found
 
+    def full_checkpoint(self, location: Location, listing: Listing) -> Checkpoint:
+        """The checkpoint of full files, with what a trainer's files beside them hold.
+
+        Raises:
+            SourceError: As `checkpoint` and `read_companions`.
+            RequestError: `request.invalid` also for a scheduler that is not there.
+        """
+        found = read_companions(location, listing, self._options.ledger)
+        parsed = {p.file: p for p in (*(p for p, _ in found.schedulers), *(p for p, _ in found.rng))}
+        parsed |= {p.file: p for p, _, _ in found.client_state}
+        trees = TreeTensors(self._tensors.builder, {f: len(self._files) + i for i, f in enumerate(parsed)})
+        self._files += parsed
+        schedulers = {p.file.name: trees.carried(node, p) for p, node in found.schedulers}
+        rng = tuple(
+            {str(k): v for k, v in mapping_items(trees.carried(p.root, p), what=printable(p.file.name)).items()}
+            for p, _ in found.rng
+        )
+        client_state = {name: trees.carried(node, p) for p, name, node in found.client_state}
+        own, undecided = self._own_scheduler(list(schedulers), listing)
+        read = {f.name for f in self._set.files}
+        rest = beside(
+            listing, read.__contains__, companions=True, reasons=_reasons(listing, read), otherwise=_BESIDE_FULL
+        )
+        whole = self.checkpoint(location.url)
+        return replace(
+            whole,
+            counters=Counters(steps=found.steps),
+            schedulers=tuple(schedulers.values()),
+            scheduler_keys=tuple(schedulers),
+            own_scheduler=own,
+            client_state=client_state,
+            not_carried=(*whole.not_carried, *found.not_carried, *rest),
+            facts=TrainerFacts(rank_states=rng, texts=found.texts),
+            undecided=(*whole.undecided, *undecided),
+        )
+
+    def _own_scheduler(self, keys: Sequence[str], listing: Listing) -> tuple[int | None, tuple[Undecided, ...]]:
+        """The index of the scheduler of this optimizer: the only one of the only optimizer, or the user's choice."""
+        chosen, flags = self._options.choices.scheduler_key, [*keys, NO_SCHEDULER]
+        which = ", or ".join(f"--scheduler-key {key}" for key in flags[:3])
+        if chosen is not None:
+            if chosen not in flags:
+                raise RequestError(
+                    "request.invalid",
+                    f"the source has no scheduler at {printable(chosen)!r}; there is {listed(keys) or 'none'}",
+                    fix=which,
+                )
+            return (keys.index(chosen) if chosen in keys else None), ()
+        optimizers = optimizer_files(listing)
+        if not keys or (len(keys) == 1 and len(optimizers) == 1):
+            return 0 if keys else None, ()
+        unclear = (
+            f"it has {counted(len(optimizers), 'optimizer')} and {counted(len(keys), 'learning-rate scheduler')}, and "
+            f"nothing tells which is this optimizer's: {listed(keys)}"
+        )
+        return 0, (Undecided(Question.SCHEDULER, unclear, which),)
+
     def _beside(self) -> list[NotCarried]:
         """The files and directories beside the ranks' files."""
         reasons = {_HUGGINGFACE: _MODEL_FILES}
@@ -667,6 +740,23 @@ def _random_states(
 def _differ(node: Node, other: Node) -> bool:
     """True if two trees hold other values. Tensors are not compared."""
     return any(isinstance(d, TreeDifference) for d in compare_trees(node, other, ""))
+
+
+def _reasons(listing: Listing, read: Collection[str]) -> dict[str, str]:
+    """Why files beside full files are not read, by their names."""
+    names = [n for n in names_of(listing) if n not in read]
+    found = {n: OF_ANOTHER for n in (*model_files(listing), *optimizer_files(listing)) if n in names}
+    found |= {n: _BESIDE_MODEL for n in names if n.startswith(("model", "adapter_model")) and ".safetensors" in n}
+    found |= {n: _MODEL_FILES for n in names if n.endswith(".json") and (n == "config.json" or "tokenizer" in n)}
+    return {**MADE_ANEW, **found}
+
+
+def _which_are_buffers(names: Sequence[str]) -> Undecided:
+    return Undecided(
+        Question.BUFFERS,
+        f"nothing tells which of {listed(list(map(printable, names)))} are buffers, and which are frozen parameters",
+        "--buffers none if all are parameters; else --buffers NAME,… with the names of the buffers",
+    )
 
 
 def _likely_buffers(names: Sequence[str]) -> Undecided:

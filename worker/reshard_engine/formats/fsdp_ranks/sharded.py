@@ -74,6 +74,8 @@ class Part:
     """A key that is equal for two parts of one file that are the same memory of the run."""
     sum: int | None
     """CRC-32 of the elements, where they are all of a record whose sum the file's directory has."""
+    record: tuple[int, int] | None = None
+    """Length in bytes and CRC-32 of the record that begins with the elements: FSDP2 pads storages at their ends."""
 
     @property
     def numel(self) -> int:
@@ -206,7 +208,9 @@ class RankFile:
         record, at = self.parsed.storage_extent(tensor.storage), self.parsed.tensor_offset(tensor)
         length = tensor.numel * BY_NAME[tensor.dtype].itemsize_bytes
         whole = stride is None and (record.offset, record.length_bytes) == (at, length)
-        return Part(offsets, tensor.shape, at, stride, place_of(tensor), record.crc32 if whole else None)
+        begins = stride is None and record.offset == at
+        known = (record.length_bytes, record.crc32) if begins and record.crc32 is not None else None
+        return Part(offsets, tensor.shape, at, stride, place_of(tensor), record.crc32 if whole else None, known)
 
     # DTensors.
 

@@ -28,7 +28,6 @@ from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
     CONFIG,
-    RANK_STATES,
     RNG,
     SCHEDULER,
     STRATEGY,
@@ -39,6 +38,7 @@ from reshard_engine.formats.fsdp_ranks.files import (
 )
 from reshard_engine.formats.fsdp_ranks.sharded import MeshForm, Shape
 from reshard_engine.formats.torch_archive import scalar_node, tree_template
+from reshard_engine.formats.trainer_files import RANK_STATES
 from reshard_engine.pickles.nodes import (
     Global,
     Node,

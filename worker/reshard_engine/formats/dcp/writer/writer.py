@@ -18,7 +18,7 @@ from reshard.errors import RequestError, listed
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.formats import carried
-from reshard_engine.formats.dcp.facts import RANK_STATES, DcpFacts, facts_of
+from reshard_engine.formats.dcp.facts import DcpFacts, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, is_scheduler, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import StateTree
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
@@ -32,7 +32,7 @@ from reshard_engine.formats.dcp.writer.state_dict import (
     key_of,
 )
 from reshard_engine.formats.torch_archive import tree_template
-from reshard_engine.formats.trainer_files import META, TRAINER_STATE
+from reshard_engine.formats.trainer_files import META, RANK_STATES, TRAINER_STATE, trainer_facts
 from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of, node_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
 
@@ -84,15 +84,13 @@ def trainer_files(
         if _FILE.fullmatch(str(key)):
             yield file(str(key), node)
     if trainer:
-        facts = facts_of(checkpoint)
-        text = facts.texts.get(TRAINER_STATE) if facts is not None else None
+        text = trainer_facts(checkpoint).texts.get(TRAINER_STATE)
         yield TargetFile(TRAINER_STATE, literal_template(text or _trainer_state(steps_of(checkpoint) or 0)), ())
 
 
 def makes_trainer_state(checkpoint: Checkpoint, framework: Framework) -> bool:
     """True if a target for the Trainer gets a state of the Trainer that no run wrote."""
-    facts = facts_of(checkpoint)
-    return framework is Framework.TRAINER and (facts is None or TRAINER_STATE not in facts.texts)
+    return framework is Framework.TRAINER and TRAINER_STATE not in trainer_facts(checkpoint).texts
 
 
 def left_out(checkpoint: Checkpoint) -> Iterator[NotCarried]:
@@ -134,11 +132,11 @@ def rank_states(checkpoint: Checkpoint, framework: Framework) -> tuple[Mapping[s
 
     Source: transformers 5.23.0 `trainer.py` (`_load_rng_state`), accelerate 1.15.0 `checkpointing.py`.
     """
-    facts, key = facts_of(checkpoint), _RANDOM_STATE.get(framework)
-    if facts is None or key is None:
+    facts, key, held = facts_of(checkpoint), _RANDOM_STATE.get(framework), trainer_facts(checkpoint).rank_states
+    if key is None:
         return ()
-    fit = facts.framework is framework or all(key in states for states in facts.rank_states)
-    return facts.rank_states if fit else ()
+    own = facts is not None and facts.framework is framework
+    return held if own or all(key in states for states in held) else ()
 
 
 def steps_of(checkpoint: Checkpoint) -> int | None:
@@ -489,7 +487,10 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
     numbers = checkpoint.optimizer.rank_numbers if checkpoint.optimizer is not None else ()
     yield from carried.named((f"optimizer.{name}" for name in numbers), _OF_PARTITIONS)
     if facts is None:
-        yield from carried.of_the_format(checkpoint, "only the source's framework has it")
+        written = {RANK_STATES} if rank_states(checkpoint, target.framework) else set[str]()
+        written |= {TRAINER_STATE} if target.framework is Framework.TRAINER else set[str]()
+        others_own = carried.of_the_format(checkpoint, "only the source's framework has it")
+        yield from (one for one in others_own if one.path not in written)
     for one in (checkpoint, *target.others) if target.request.exclude_frozen else ():
         if one.optimizer is not None:
             yield from carried.frozen_parameters(one)
