@@ -91,7 +91,7 @@ def test_each_tensor_state_and_group_is_that_of_the_run(name: str, place: Path, 
         assert found["lr_scheduler"]["_last_lr"] == case.facts["scheduler"]["lr"]
     if name in FULL:
         said = torch.load(next(case.checkpoint.glob("scheduler.*")))
-        # A function without attributes is None to some frameworks and an empty dict to others.
+        # A function without attributes is an empty dict or None, and LambdaLR loads both alike.
         assert {**found["lr_scheduler"], "lr_lambdas": None} == {**said, "lr_lambdas": None}
 
 
@@ -105,7 +105,7 @@ def test_torch_loads_it_on_another_number_of_ranks(name: str, place: Path, tmp_p
     assert differences(case, load_file(out)) == []
 
 
-@pytest.mark.parametrize("name", ["verl_fsdp2_hsdp_2x2", "verl_fsdp1_orig_w4"])
+@pytest.mark.parametrize("name", ["verl_fsdp2_hsdp_2x2", "verl_fsdp1_orig_w4", "trainer_full_fsdp2_w2"])
 def test_zero_and_universal_hold_the_same_state(name: str, place: Path, tmp_path: Path) -> None:
     case = rank_case(name, place)
     zero, universal = tmp_path / "zero" / "global_step3", tmp_path / "universal" / "global_step3"
@@ -147,6 +147,8 @@ def test_a_run_goes_on_with_its_files_on_another_number_of_ranks(
         ("verl_fsdp2_hsdp_2x2", {}),
         ("verl_fsdp2_lora_w4", {}),
         ("verl_fsdp2_cudatag_w2", {}),
+        ("acc_full_fsdp2_w2", {"rank_framework": "accelerate", "device_type": "cpu", "buffers": "model.b16"}),
+        ("trainer_full_fsdp2_w2", {"rank_framework": "accelerate", "device_type": "cpu"}),
     ],
 )
 def test_files_for_other_ranks_hold_each_tensor_of_the_run(
@@ -159,3 +161,19 @@ def test_files_for_other_ranks_hold_each_tensor_of_the_run(
     assert differences(case, named(found)) == []
     groups = [{k: v for k, v in g.items() if k != "params"} for g in found["optimizer"]["param_groups"]]
     assert json.loads(json.dumps(groups)) == case.facts["groups"]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_trainers_files_beside_full_files_are_written_again(name: str, place: Path, tmp_path: Path) -> None:
+    case, framework = rank_case(name, place), name.partition("_")[0].replace("acc", "accelerate")
+    reshard.convert(case.checkpoint, tmp_path / "dcp", to="dcp", framework=framework, progress=False)
+    states = sorted(f.name for f in case.checkpoint.glob("r*_?.p*"))
+    assert len(states) == case.facts["world"]
+    for file in states:
+        saved, written_again = (torch.load(d / file, weights_only=False) for d in (case.checkpoint, tmp_path / "dcp"))
+        assert repr(saved) == repr(written_again)
+    for text in case.checkpoint.glob("trainer_state.json"):
+        assert (tmp_path / "dcp" / text.name).read_bytes() == text.read_bytes()
+    for scheduler in case.checkpoint.glob("scheduler.*"):
+        kept, now = (torch.load(d / scheduler.name) for d in (case.checkpoint, tmp_path / "dcp"))
+        assert {**kept, "lr_lambdas": None} == {**now, "lr_lambdas": None}

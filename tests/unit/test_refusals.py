@@ -158,6 +158,8 @@ def test_real_files_of_ranks_are_called_what_they_are(name: str, below: str, say
         ("verl_fsdp1_flat_w2", "global_step_3", "fsdp-ranks-verl, dp=2"),
         ("acc_nodcp_fsdp2_w4", "", "fsdp-ranks-accelerate, dp=4"),
         ("acc_nodcp_fsdp1_w2", "", "fsdp-ranks-accelerate, dp=2"),
+        ("acc_full_fsdp2_w2", "", "fsdp-full-accelerate"),
+        ("trainer_full_fsdp2_w2", "checkpoint-3", "fsdp-full-trainer, step 3"),
     ],
 )
 def test_real_files_of_fsdp_ranks_are_read_or_lead_to_what_is(name: str, below: str, kind: str, tmp_path: Path) -> None:
@@ -281,6 +283,14 @@ def test_ensure_of_a_trainers_weights_says_what_they_are(others: list[str], says
     assert error == f"source.unknown_kind: {place} {says}" + (": no run can resume from it" * ("only" in says))
     assert "training saved into" not in fix
     _run(_command_in(fix), tmp_path / "out")
+
+
+@pytest.mark.parametrize("others", [[], ["trainer_state.json", "model.safetensors"]], ids=str)
+def test_ensure_of_full_files_says_who_loads_them(others: list[str], tmp_path: Path) -> None:
+    place = _files(tmp_path / "checkpoint-3", ["pytorch_model_fsdp.bin", "optimizer.bin", *others])
+    error, fix = _said("ensure", str(place), "--dp", "2")
+    assert "holds full files (pytorch_model_fsdp.bin, optimizer.bin), and `ensure` writes none" in error
+    assert fix.endswith(f"reshard convert {place} DST --to dcp")
 
 
 def test_ensure_names_what_is_below(tmp_path: Path) -> None:
