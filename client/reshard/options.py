@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -278,6 +278,9 @@ class ConversionOptions(RequestModel):
 class FormatOptions(RequestModel):
     """Base of the options of one format. Every option has a default, so that a request may leave a format out."""
 
+    joined_later: ClassVar[bool] = False
+    """True for a format that came after targets and jobs had digests: these name it only where an option is given."""
+
     def places(self) -> dict[str, str]:
         """The values of options that are URLs to read from, by name."""
         marked = (n for n, f in type(self).model_fields.items() if any(isinstance(m, Place) for m in f.metadata))
@@ -426,6 +429,8 @@ class DeepSpeedOptions(NativeLayout):
 class FsdpRanksOptions(FormatOptions):
     """Options of files of FSDP's ranks, beside `dp` and `rng` of `NativeLayout`. None is as in the source."""
 
+    joined_later = True
+
     rank_framework: Annotated[
         RankFramework | None,
         Option(
@@ -559,6 +564,10 @@ class Options(RequestModel):
         for name in (*type(self).model_fields, *(self.model_extra or {})):
             if isinstance(found := getattr(self, name), FormatOptions):
                 yield name, found
+
+    def in_digests(self) -> dict[str, FormatOptions]:
+        """The options that digests of requests have, by format: all but those of a later format that gives none."""
+        return {name: found for name, found in self.by_format() if found.given() or not found.joined_later}
 
     def unknown(self) -> list[str]:
         """The names of formats that are not installed here."""

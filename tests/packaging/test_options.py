@@ -67,6 +67,7 @@ SAMPLES: dict[str, Any] = {
     "threads": 3,
     "param_order": "model",
     "pointer": True,
+    "fsdp_version": 2,
 }
 """Values of flags whose kind does not say one."""
 BYTES_KEPT = {

@@ -81,8 +81,9 @@ class ConvertRequest(ConversionOptions, _Places):
     def digested(self) -> dict[str, Any]:
         """The whole request as JSON, for a digest: with options under the names that digests have for them."""
         said = self.model_dump(mode="json")
-        renamed = {name: found.digested(said["options"][name]) for name, found in self.options.by_format()}
-        return {**said, "options": {**said["options"], **renamed}}
+        options = self.options.in_digests()
+        others = {name: said["options"][name] for name in self.options.unknown()}
+        return {**said, "options": {**others, **{n: o.digested(said["options"][n]) for n, o in options.items()}}}
 
     @model_validator(mode="before")
     @classmethod

@@ -254,7 +254,7 @@ def request_facts(request: ConvertRequest) -> dict[str, object]:
         "to": str(request.to),
         **request.model_dump(mode="json", include=own),
         # Options that name places are left out: the files that are read there are in the plan, with their pins.
-        "options": {name: _option_facts(found) for name, found in request.options.by_format()},
+        "options": {name: _option_facts(found) for name, found in request.options.in_digests().items()},
         **({"choices": choices} if choices else {}),
     }
 

@@ -42,7 +42,7 @@ _NUMBER = r"(\d{1,6})"
 _VERL = re.compile(rf"({MODEL}|{OPTIMIZER}|{EXTRA})_world_size_{_NUMBER}_rank_{_NUMBER}\.pt")
 _ACCELERATE = re.compile(rf"(pytorch_model_fsdp|optimizer)_(\d{{1,4}})_rank{_NUMBER}\.bin")
 _LOCAL = re.compile(rf"(?:pytorch_model_fsdp|optimizer)_rank{_NUMBER}\.bin")
-_FULL = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_(\d{1,4}))?\.bin")
+_FULL = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_([1-9]\d{0,3}))?\.bin")
 _CONFIG_LIMIT_BYTES = 64 << 10
 _ONE_PLACE = "copy the files of all ranks into one directory: each node may have kept its own on its disk"
 
