@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from servers.http import Handler, answering
+from servers.answering import Handler, answering
 from servers.s3 import S3Server
 
 _HEAD = '<?xml version="1.0" encoding="UTF-8"?>'

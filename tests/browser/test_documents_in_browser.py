@@ -15,7 +15,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, sync_playwright
 
 from house.repository import ROOT
-from servers.http import answering
+from servers.answering import answering
 
 PAGES = ("tutorial.html", "comparison.html")
 MORE = ("index.html", "cli.html", "concepts/layouts.html", "reference/rest.html", "reference/python-api.html")

@@ -146,8 +146,8 @@ def quick_protocol(steps: dict[str, ProcessSteps]) -> Generator[None]:
             threading.__excepthook__(args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_conversion, "SystemClock", _FastClock)
-        patch.setattr(shared_conversion, "new_worker", name)
+        patch.setattr(shared_conversion, "time", _FastClock())
+        patch.setattr(shared_conversion, "process_name", name)
         patch.setattr(shared_conversion, "Members", partial(Members, ended=ended))
         patch.setattr(shared_conversion, "cut_into_runs", partial(cut_into_runs, most=_RUNS))
         patch.setattr(shared_conversion, "_TICK_S", 0.002)

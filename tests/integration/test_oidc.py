@@ -25,7 +25,7 @@ from reshard.errors import JobError, RequestError
 from reshard_service import auth
 from reshard_service.auth import IssuerKeys
 from reshard_service.settings import ServiceSettings
-from servers.http import Handler, answering
+from servers.answering import Handler, answering
 from servers.stack import Stack
 
 OPERATOR = "the token of the operator"

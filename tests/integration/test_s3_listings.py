@@ -22,7 +22,7 @@ from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.s3 import S3Store
-from servers.http import Handler, answering
+from servers.answering import Handler, answering
 from servers.proxy import LoggingProxy, logging_proxy
 from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 

@@ -80,8 +80,9 @@ def test_every_flip_of_a_target_is_found(
 ) -> None:
     """Target, manifest and pointer: our own output has no uncovered byte."""
     engine, target = load_engine(), tmp_path / NAME
-    layout = NativeLayout(dp=3) if to is TargetFormat.ZERO else None
-    engine.convert(request_for(DATA / "zero2_tiny", target, to=to, verify=level, layout=layout))
+    layout = NativeLayout(dp=3) if to in (TargetFormat.ZERO, TargetFormat.FSDP_RANKS) else None
+    run = {"rank_framework": "verl", "device_type": "cpu"} if to is TargetFormat.FSDP_RANKS else {}
+    engine.convert(request_for(DATA / "zero2_tiny", target, to=to, verify=level, layout=layout, **run))
     assert engine.verify(str(target)).ok
     missed: list[tuple[str, int, int]] = []
     count = TARGET_FLIPS // (len(TargetFormat) * len(VerifyLevel))

@@ -12,7 +12,7 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from servers.http import Handler, answering
+from servers.answering import Handler, answering
 
 
 @dataclass(frozen=True)

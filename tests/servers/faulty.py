@@ -13,7 +13,7 @@ from enum import StrEnum
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
-from servers.http import answering
+from servers.answering import answering
 
 _HOP = {"connection", "keep-alive", "transfer-encoding", "expect"}
 

@@ -70,11 +70,12 @@ def logging_proxy(upstream: str) -> Generator[LoggingProxy]:
 
     async def end_connections() -> None:
         """Wait for their ends: what is left open is reported in whichever test runs when it is collected."""
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
-        await asyncio.sleep(0.01)  # closed transports let go of their sockets in the next turn of the loop
+        await asyncio.sleep(0.01)  # a connection that was accepted last has its task in the next turn of the loop
+        while rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+            await asyncio.sleep(0.01)  # closed transports let go of their sockets in the next turn of the loop
 
     def run() -> None:
         loop.run_until_complete(serve())

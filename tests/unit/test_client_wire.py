@@ -22,7 +22,7 @@ from reshard.models.access import NewTenant, NewToken, RotateRequest
 from reshard.models.jobs import ConvertRequest, Job, JobList, SubmitRequest
 from reshard.options import DeepSpeedOptions, PeftOptions, WeightsOptions
 from reshard.wire_model import RequestModel
-from servers.http import Handler, answering
+from servers.answering import Handler, answering
 
 PROBLEM = {"code": "source.not_found", "detail": "nothing there", "fix": "look again", "details": {"url": "x"}}
 
