@@ -53,7 +53,7 @@ _MEGATRON_FIX = (
 
 def unsupported_kind(location: Location, listing: Listing) -> SourceError | None:
     """The error for a directory of a known kind that is not supported; None for any other directory."""
-    names = names_of(listing)
+    names = listing.by_name.keys()
     if {"metadata.json", "common.pt"} <= names:
         return _error(location, "a distributed checkpoint of megatron-core", _MEGATRON_FIX)
     if (ranks := _rank_files(location, listing)) is not None:
@@ -71,13 +71,13 @@ def holds_shards(listing: Listing) -> bool:
 
     The format that reads those of verl and Accelerate is asked first; this is for whoever asks for weights alone.
     """
-    names = names_of(listing)
+    names = listing.by_name.keys()
     shards = any(_ranks(pattern, names) for pattern in (_VERL, _ACCELERATE)) or _by_item(names)
     return shards and not any(map(_WHOLE.fullmatch, names))
 
 
 def _rank_files(location: Location, listing: Listing) -> SourceError | None:
-    names = names_of(listing)
+    names = listing.by_name.keys()
     if not holds_shards(listing) or not _by_item(names):
         return None
     fix = (
@@ -85,11 +85,6 @@ def _rank_files(location: Location, listing: Listing) -> SourceError | None:
         "the directory into which torch_checkpointing consolidates them as Hugging Face's files"
     )
     return _error(location, f"a directory of torch_checkpointing's shards, of {_ranks(_SHARD, names)} ranks", fix)
-
-
-def names_of(listing: Listing) -> set[str]:
-    """The names of a directory's files."""
-    return {f.path.rpartition("/")[2] for f in listing.files}
 
 
 def _by_item(names: Iterable[str]) -> bool:
@@ -201,7 +196,7 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         return _tagged(location, listing, tag, code="source.not_found", said_by="--tag")
     if (here := _recognise(location, listing, None, of_training=(True,))) is not None:
         return here
-    by_name = {f.path.rpartition("/")[2]: f for f in listing.files}
+    by_name = listing.by_name
     for name in known_files().pointers:
         if (pointer := by_name.get(name)) is not None:
             return _pointed(location, listing, pointer, name)
@@ -306,7 +301,7 @@ def _below_fix(location: Location, below: _Below, listing: Listing) -> str:
         looked = below.look(level)
         for path, (child, inside) in looked.items():
             known = _recognise(child, inside, None)
-            pointed = not names_of(inside).isdisjoint(known_files().pointers)
+            pointed = not inside.by_name.keys().isdisjoint(known_files().pointers)
             if known is not None or pointed:
                 found[path] = pointed or (known is not None and known.format.of_training)
             deeper += [f"{path}/{name}" for name in inside.directories if not name.startswith(".")]

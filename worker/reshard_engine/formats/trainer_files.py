@@ -102,7 +102,7 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
         SourceError: `zip.*`, `pickle.*`, `checkpoint.malformed` for files that are not as trainers write them.
     """
     found = Companions()
-    infos_by_name = {f.path.rpartition("/")[2]: f for f in listing.files}
+    infos_by_name = listing.by_name
     torch_names = [
         n
         for n in infos_by_name
@@ -141,7 +141,7 @@ def beside(
         reasons: Why files of these names are not read.
         otherwise: The reason for all others.
     """
-    names = [f.path.rpartition("/")[2] for f in listing.files]
+    names = listing.by_name
     rest = [n for n in names if n != MANIFEST_NAME and not is_read(n) and not (companions and is_companion(n))]
     rest += [f"{d}/" for d in listing.directories if d not in folders and not d.startswith(".")]
     return [NotCarried(path=printable(n), file=printable(n), reason=reasons.get(n, otherwise)) for n in rest]

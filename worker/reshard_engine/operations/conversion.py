@@ -120,7 +120,7 @@ def has_save_directory(target: Location, pointer: Pointer) -> bool:
     if any(store.stat(join(save.path, name)) is not None for name in known.pointers):
         return True
     there = store.list_directory(save.path, most=_MOST_NEIGHBOURS)
-    names = (*(f.path.rpartition("/")[2] for f in there.files), *there.directories)
+    names = (*there.by_name, *there.directories)
     if all(name == own or (name.startswith(".") and RECORDS in name) for name in names):
         return not _is_working_directory(save.url)
     tags = [name for name in there.directories if name != own and _NUMBERED.match(name)][:_MOST_TAGS]
@@ -129,7 +129,7 @@ def has_save_directory(target: Location, pointer: Pointer) -> bool:
 
 def _names_in(save: Location, name: str) -> list[str]:
     there = save.store.list_directory(join(save.path, name), most=_MOST_NEIGHBOURS)
-    return [*(f.path.rpartition("/")[2] for f in there.files), *there.directories]
+    return [*there.by_name, *there.directories]
 
 
 def _is_working_directory(url: str) -> bool:

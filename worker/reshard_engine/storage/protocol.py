@@ -33,6 +33,11 @@ class Listing:
     files: tuple[ObjectInfo, ...]
     directories: tuple[str, ...]
 
+    @property
+    def by_name(self) -> dict[str, ObjectInfo]:
+        """The files by their names within the directory."""
+        return {info.path.rpartition("/")[2]: info for info in self.files}
+
 
 @dataclass(frozen=True, slots=True)
 class PartInfo:

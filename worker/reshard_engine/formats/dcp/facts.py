@@ -157,7 +157,7 @@ _MEGATRON = frozenset({"metadata.json", "common.pt"})
 
 def names_of(listing: Listing) -> dict[str, int]:
     """The names of the files of a directory, each with its number in the listing."""
-    return {f.path.rpartition("/")[2]: i for i, f in enumerate(listing.files)}
+    return {name: i for i, name in enumerate(listing.by_name)}
 
 
 def is_shard(name: str) -> bool:

@@ -134,10 +134,10 @@ def files_beside(location: Location) -> tuple[dict[str, bytes], list[str]]:
         SourceError: `checkpoint.too_large`; a file that cannot be read.
     """
     listing = location.store.list_directory(location.path)
-    found = {n: i for n, i in names_of(listing).items() if n == _LORA}
+    found = {n: i for n, i in listing.by_name.items() if n == _LORA}
     left: list[str] = []
     if _BESIDE in listing.directories:
-        for name, info in names_of(location.store.list_directory(location.child(_BESIDE).path)).items():
+        for name, info in location.store.list_directory(location.child(_BESIDE).path).by_name.items():
             path = f"{_BESIDE}/{name}"
             if name.endswith(_WEIGHTS_OR_INDEX):
                 left.append(path)
@@ -151,14 +151,9 @@ def files_beside(location: Location) -> tuple[dict[str, bytes], list[str]]:
     return {path: read_bytes(location.store, info) for path, info in sorted(found.items())}, sorted(left)
 
 
-def names_of(listing: Listing) -> dict[str, ObjectInfo]:
-    """The files of a directory by their names."""
-    return {f.path.rpartition("/")[2]: f for f in listing.files}
-
-
 def holds_rank_files(listing: Listing) -> bool:
     """True if a directory holds a file with a rank's name, or the full files of a model and of its optimizer."""
-    names = names_of(listing)
+    names = listing.by_name
     return any(p.fullmatch(n) for n in names for p in (_VERL, _ACCELERATE, _LOCAL)) or _holds_pair(names)
 
 
@@ -170,12 +165,12 @@ def _holds_pair(names: Iterable[str]) -> bool:
 
 def model_files(listing: Listing) -> list[str]:
     """The names of full files of models."""
-    return [n for n in names_of(listing) if (m := _FULL.fullmatch(n)) is not None and m[1] != OPTIMIZERS]
+    return [n for n in listing.by_name if (m := _FULL.fullmatch(n)) is not None and m[1] != OPTIMIZERS]
 
 
 def optimizer_files(listing: Listing) -> list[str]:
     """The names of full files of optimizers."""
-    return [n for n in names_of(listing) if (m := _FULL.fullmatch(n)) is not None and m[1] == OPTIMIZERS]
+    return [n for n in listing.by_name if (m := _FULL.fullmatch(n)) is not None and m[1] == OPTIMIZERS]
 
 
 def rank_set(location: Location, listing: Listing, model_key: str | None) -> RankSet:
@@ -191,7 +186,7 @@ def rank_set(location: Location, listing: Listing, model_key: str | None) -> Ran
             `checkpoint.ambiguous` for several models, `source.unsupported` for LOCAL_STATE_DICT.
         RequestError: `request.invalid` for a model that is not there.
     """
-    infos = names_of(listing)
+    infos = listing.by_name
     if local := sorted(n for n in infos if _LOCAL.fullmatch(n)):
         raise SourceError(
             "source.unsupported",
@@ -224,7 +219,7 @@ def rank_set(location: Location, listing: Listing, model_key: str | None) -> Ran
 
 
 def _of_verl(location: Location, listing: Listing, found: Mapping[str, re.Match[str]]) -> RankSet:
-    infos = names_of(listing)
+    infos = listing.by_name
     worlds: dict[int, int] = {}
     for match in found.values():
         worlds[int(match[2])] = worlds.get(int(match[2]), 0) + 1
@@ -276,7 +271,7 @@ def _config(infos: Mapping[str, ObjectInfo], location: Location) -> dict[str, An
 def _of_accelerate(
     location: Location, listing: Listing, found: Mapping[str, re.Match[str]], model_key: str | None
 ) -> RankSet:
-    infos = names_of(listing)
+    infos = listing.by_name
     by_place: dict[str, dict[int, str]] = {}
     for name, match in found.items():
         by_place.setdefault(f"{match[1]}_{int(match[2])}", {})[int(match[3])] = name
@@ -296,7 +291,7 @@ def _of_accelerate(
 
 def _full_files(location: Location, listing: Listing, model_key: str | None) -> RankSet:
     """The full files of one model and of the optimizer with its number."""
-    infos = names_of(listing)
+    infos = listing.by_name
     found = {(m[1], int(m[2] or 0)): n for n in infos if (m := _FULL.fullmatch(n)) is not None}
     models = {name.removesuffix(".bin"): number for (kind, number), name in found.items() if kind != OPTIMIZERS}
     chosen = _chosen(location, sorted(models, key=lambda name: models[name]), model_key)
@@ -362,5 +357,5 @@ def _no_model(location: Location, names: Sequence[str]) -> SourceError:
 
 
 def _others(listing: Listing, read: Mapping[str, object] | set[str]) -> tuple[str, ...]:
-    names = (n for n in names_of(listing) if n not in read and n not in (CONFIG, MANIFEST))
+    names = (n for n in listing.by_name if n not in read and n not in (CONFIG, MANIFEST))
     return (*sorted(names), *(f"{d}/" for d in listing.directories if not d.startswith(".")))

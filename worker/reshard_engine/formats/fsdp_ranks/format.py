@@ -51,7 +51,6 @@ from reshard_engine.formats.fsdp_ranks.files import (
     files_beside,
     holds_rank_files,
     model_files,
-    names_of,
     optimizer_files,
     rank_set,
 )
@@ -744,7 +743,7 @@ def _differ(node: Node, other: Node) -> bool:
 
 def _reasons(listing: Listing, read: Collection[str]) -> dict[str, str]:
     """Why files beside full files are not read, by their names."""
-    names = [n for n in names_of(listing) if n not in read]
+    names = [n for n in listing.by_name if n not in read]
     found = {n: OF_ANOTHER for n in (*model_files(listing), *optimizer_files(listing)) if n in names}
     found |= {n: _BESIDE_MODEL for n in names if n.startswith(("model", "adapter_model")) and ".safetensors" in n}
     found |= {n: _MODEL_FILES for n in names if n.endswith(".json") and (n == "config.json" or "tokenizer" in n)}

@@ -126,7 +126,7 @@ def read_model_files(location: Location, dtype: str | None, *, unties: bool = Fa
     Raises:
         SourceError: `source.not_found` if there is no `config.json`, `checkpoint.too_large`, `checkpoint.malformed`.
     """
-    listed = {i.path.rpartition("/")[2]: i for i in location.store.list_directory(location.path).files}
+    listed = location.store.list_directory(location.path).by_name
     found = {name: info for name, info in listed.items() if _NAMES.fullmatch(name)}
     if "config.json" not in found:
         raise SourceError(

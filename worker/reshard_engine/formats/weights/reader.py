@@ -105,9 +105,8 @@ def weight_files(listing: Listing, suffix: str, stems: re.Pattern[str]) -> Weigh
     """The weights files of a directory that end with `suffix` and whose stem matches."""
     named: dict[str, ObjectInfo] = {}
     indexes: dict[str, ObjectInfo] = {}
-    names = [info.path.rpartition("/")[2] for info in listing.files]
-    for info in listing.files:
-        name = info.path.rpartition("/")[2]
+    names = listing.by_name
+    for name, info in names.items():
         table = indexes if name.endswith(suffix + _INDEX) else named if name.endswith(suffix) else None
         stem = name.removesuffix(_INDEX).removesuffix(suffix)
         shard = _SHARD.fullmatch(stem)

@@ -112,7 +112,7 @@ def read_state(location: Location, listing: Listing, *, folder: str = "") -> Sav
     Raises:
         SourceError: `checkpoint.incomplete`, `checkpoint.mixed`, and all errors of the metadata.
     """
-    infos_by_name = {f.path.rpartition("/")[2]: f for f in listing.files}
+    infos_by_name = listing.by_name
     names = _metadata_names(location, infos_by_name)
     infos = [infos_by_name[n] for n in names]
     sources = [SourceFile(location.store, n, (i,)) for n, i in zip(names, infos, strict=True)]

@@ -616,7 +616,7 @@ class UniversalReader:
 
     def recognises(self, listing: Listing) -> bool:
         """True if there is a `zero` folder beside model states, and no optimizer file of a rank."""
-        names = [f.path.rpartition("/")[2] for f in listing.files]
+        names = listing.by_name
         return (
             FOLDER in listing.directories
             and any(n.endswith("_model_states.pt") for n in names)
