@@ -9,11 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from house.repository import ROOT
-
-CASES = ROOT.parent / "shared" / "checkpoints" / "rank_files"
+from house.repository import real_checkpoint
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,7 @@ class RankCase:
 
 def rank_case(name: str, place: Path) -> RankCase:
     """The checkpoint with this name, unpacked in `place`; the test is skipped if it is not here."""
-    archive = CASES / f"{name}.tar.xz"
-    if not archive.is_file():
-        pytest.skip(f"the real checkpoint {name} is not here: it lies outside the project")
+    archive = real_checkpoint(f"rank_files/{name}.tar.xz")
     if not (place / name).exists():
         with tarfile.open(archive) as files:
             files.extractall(place, filter="data")

@@ -9,8 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+REAL_CHECKPOINTS = ROOT.parent / "shared" / "checkpoints"
+"""Checkpoints of real frameworks, which lie outside the project."""
 SOURCE_ROOTS = ("client", "service", "worker")
+
+
+def real_checkpoint(name: str) -> Path:
+    """A file or folder of real checkpoints; the test is skipped if it is not here."""
+    found = REAL_CHECKPOINTS / name
+    if not found.exists():
+        pytest.skip(f"the real checkpoint {name} is not here: it lies outside the project")
+    return found
 
 
 def pyproject() -> dict[str, Any]:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from house.measured import say
-from house.requests import asked
+from house.requests import asked, needed_by
 from integrity.covered import covered_spans
 from reshard.choices import TargetFormat, VerifyLevel
 from reshard.errors import IntegrityError, ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Progress
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import SourceSpec
 
 DATA = Path(__file__).parent.parent / "data"
 SEED = int(os.environ.get("RESHARD_SEED", "0")) or random.SystemRandom().getrandbits(32)
@@ -80,9 +80,7 @@ def test_every_flip_of_a_target_is_found(
 ) -> None:
     """Target, manifest and pointer: our own output has no uncovered byte."""
     engine, target = load_engine(), tmp_path / NAME
-    layout = NativeLayout(dp=3) if to in (TargetFormat.ZERO, TargetFormat.FSDP_RANKS) else None
-    run = {"rank_framework": "verl", "device_type": "cpu"} if to is TargetFormat.FSDP_RANKS else {}
-    engine.convert(request_for(DATA / "zero2_tiny", target, to=to, verify=level, layout=layout, **run))
+    engine.convert(request_for(DATA / "zero2_tiny", target, to=to, verify=level, **needed_by(to)))
     assert engine.verify(str(target)).ok
     missed: list[tuple[str, int, int]] = []
     count = TARGET_FLIPS // (len(TargetFormat) * len(VerifyLevel))

@@ -11,15 +11,12 @@ import types
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
 
-from house.repository import ROOT
 from oracle.outputs import Bag, load, raw
 from oracle.truth import RawTensor
 
-FOLDER = ROOT.parent / "shared" / "checkpoints"
 PEER_UNREADABLE = "moe_bf16_z1_ep2dp4"
 EXPECTED = (
     "gpt_bf16_z1_tp2pp2dp2",
@@ -30,14 +27,6 @@ EXPECTED = (
     "llama_bf16_z3_nopipe_tp2dp2",
     "llama_fp32_z1_tp2pp2dp2",
 )
-
-
-def real_folder(name: str) -> Path:
-    """A folder of real checkpoints, or the test is skipped."""
-    folder = FOLDER / name
-    if not folder.is_dir():
-        pytest.skip(f"the real checkpoint {name} is not here: it lies outside the project")
-    return folder
 
 
 def expected(folder: Path) -> dict[str, RawTensor]:

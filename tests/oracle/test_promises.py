@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from house.promises import broken_promises
+from house.repository import real_checkpoint
 from house.tiers import rest_full
 from oracle.cases import CASES, STATE_DICT_CASES, Case
 from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
-from oracle.real_folders import EXPECTED, PEER_UNREADABLE, real_folder
+from oracle.real_folders import EXPECTED, PEER_UNREADABLE
 
 REFUSED_IN_PART = ("z0_before_first_step", "z1_elastic", "z2_extra_states", "z2_lion", "z3_nested")
 """Runs of which some target is refused, or that a conversion needs an option for."""
@@ -42,4 +43,4 @@ def test_of_unusual_optimizers(optimizer: str, oracle: Oracle, tmp_path: Path) -
     ),
 )
 def test_of_megatron(name: str, tmp_path: Path) -> None:
-    assert broken_promises(real_folder(name) / "src", tmp_path) == []
+    assert broken_promises(real_checkpoint(name) / "src", tmp_path) == []

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from house.repository import real_checkpoint
 from oracle.driver import Oracle
 from oracle.outputs import Bag, convert, load, raw, tensor_of
-from oracle.real_folders import EXPECTED, PEER_UNREADABLE, atom, expected, facts, load_any, real_folder, wrong_atoms
+from oracle.real_folders import EXPECTED, PEER_UNREADABLE, atom, expected, facts, load_any, wrong_atoms
 from oracle.truth import RawTensor
 from reshard.choices import NameScheme, WeightDtype, ZeroStage
 from reshard.errors import RequestError, SourceError
@@ -34,7 +35,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_our_universal_form_is_the_truth(name: str, tmp_path: Path) -> None:
-    folder = real_folder(name)
+    folder = real_checkpoint(name)
     target = tmp_path / f"{TAG}_universal"
     convert(folder / "src", target, "universal")
     wanted = expected(folder)
@@ -51,7 +52,7 @@ def test_our_universal_form_is_the_truth(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_deepspeed_reads_the_truth_in_our_native_form(name: str, oracle: Oracle, tmp_path: Path) -> None:
-    folder = real_folder(name)
+    folder = real_checkpoint(name)
     tp, pp, dp = ELSEWHERE[name]
     native = tmp_path / "native" / TAG
     convert(folder / "src", native, "zero", layout=NativeLayout(tp=tp, pp=pp, dp=dp))
@@ -70,8 +71,8 @@ def _shapes(folder: Path, name: str) -> list[dict[str, tuple[int, ...]]]:
 
 def test_a_pipeline_without_pipeline_has_the_names_shapes_orders_and_nesting_of_a_real_one(tmp_path: Path) -> None:
     """The two folders hold one model, trained with pipeline and without."""
-    piped = real_folder("llama_fp32_z1_tp2pp2dp2") / "src"
-    plain = real_folder("llama_bf16_z3_nopipe_tp2dp2") / "src" / TAG
+    piped = real_checkpoint("llama_fp32_z1_tp2pp2dp2") / "src"
+    plain = real_checkpoint("llama_bf16_z3_nopipe_tp2dp2") / "src" / TAG
     layout = NativeLayout(tp=2, dp=2, zero_stage=ZeroStage.STAGE_3)
     convert(piped, tmp_path / TAG, "zero", layout=layout, names=NameScheme.MEGATRON_PLAIN, dtype=WeightDtype.BF16)
     for rank in ("zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_01"):
@@ -94,7 +95,7 @@ def test_a_pipeline_without_pipeline_has_the_names_shapes_orders_and_nesting_of_
     ],
 )
 def test_names_go_there_and_back(name: str, there: str, back: str, tmp_path: Path) -> None:
-    folder = real_folder(name)
+    folder = real_checkpoint(name)
     pp = 2 if there == "megatron-pipeline" else 1
     layout = NativeLayout(tp=2, pp=pp, dp=1, zero_stage=ZeroStage.STAGE_1)
     convert(folder / "src", tmp_path / TAG, "zero", layout=layout, names=NameScheme(there))
@@ -104,7 +105,7 @@ def test_names_go_there_and_back(name: str, there: str, back: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["gpt_bf16_z1_tp2pp2dp2", "llama_bf16_z3_nopipe_tp2dp2"])
 def test_a_universal_form_by_deepspeed_is_read(name: str, oracle: Oracle, tmp_path: Path) -> None:
-    folder = real_folder(name)
+    folder = real_checkpoint(name)
     peer = tmp_path / "peer"
     assert oracle.peer_universal(folder / "src" / TAG, peer, megatron=True, nested="nopipe" in name) is None
     convert(peer, tmp_path / "ours", "universal")
@@ -112,7 +113,7 @@ def test_a_universal_form_by_deepspeed_is_read(name: str, oracle: Oracle, tmp_pa
 
 
 def test_heads_are_not_cut_through(tmp_path: Path) -> None:
-    folder = real_folder("llama_fp32_z1_tp2pp2dp2")
+    folder = real_checkpoint("llama_fp32_z1_tp2pp2dp2")
     with pytest.raises(RequestError) as caught:
         convert(folder / "src", tmp_path / TAG, "zero", layout=NativeLayout(tp=4, dp=1))
     assert caught.value.code == "request.unsatisfiable"
@@ -126,18 +127,18 @@ def _said(folder: Path, target: Path, **layout: Any) -> tuple[str, ...]:
 
 def test_warnings_stand_where_they_matter(tmp_path: Path) -> None:
     """Heads are cut anew where tensor parallelism changes; positions on the last stage are never in use."""
-    folder = real_folder("gpt_bf16_z1_tp2pp2dp2")
+    folder = real_checkpoint("gpt_bf16_z1_tp2pp2dp2")
     same, other = _said(folder, tmp_path / "same", tp=2, pp=1, dp=2), _said(folder, tmp_path / "other", tp=4, dp=1)
     assert not any(text in line for line in same for text in ("query_key_value", "pipeline stage", "padding", "zeros"))
     assert any("query_key_value" in line for line in other)
-    padded = _said(real_folder("gpt_bf16_z2_nopipe_tp2dp2"), tmp_path / "padded", tp=4, dp=1)
+    padded = _said(real_checkpoint("gpt_bf16_z2_nopipe_tp2dp2"), tmp_path / "padded", tp=4, dp=1)
     text = "16 rows of zeros are added behind the vocabulary: 224 rows, 208 in the source"
     assert any(text in line for line in padded)
 
 
 @pytest.mark.parametrize("name", ["gpt_bf16_z1_tp2pp2dp2", "gpt_bf16_z2_nopipe_tp2dp2", "llama_fp32_z1_tp2pp2dp2"])
 def test_only_the_layout_differs_after_a_conversion(name: str, tmp_path: Path) -> None:
-    folder = real_folder(name)
+    folder = real_checkpoint(name)
     tp, pp, dp = ELSEWHERE[name]
     convert(folder / "src", tmp_path / "to" / TAG, "zero", layout=NativeLayout(tp=tp if tp < 4 else 1, pp=pp, dp=dp))
     sides = SourceSpec(url=str(folder / "src")), SourceSpec(url=str(tmp_path / "to"))
@@ -149,14 +150,14 @@ def test_only_the_layout_differs_after_a_conversion(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(("stage", "groups"), [("1", 2), ("3", 1)])
 def test_groups_are_those_of_the_stage(stage: str, groups: int, tmp_path: Path) -> None:
     """One at ZeRO-3 without weight decay; elsewhere matrices apart, with that of the run's scheduler."""
-    folder = real_folder("llama_bf16_z3_nopipe_tp2dp2")
+    folder = real_checkpoint("llama_bf16_z3_nopipe_tp2dp2")
     layout = NativeLayout(tp=2, dp=1, zero_stage=ZeroStage(stage))
     result = convert(folder / "src", tmp_path / TAG, "zero", layout=layout)
     assert any("param groups: 1 became 2" in line for line in result.warnings) is (groups == 2)
     file = load_any(tmp_path / TAG / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
     found = (file["base_optimizer_state"] if groups == 2 else file["optimizer_state_dict"])["param_groups"]
     piped = load_any(
-        real_folder("llama_fp32_z1_tp2pp2dp2") / "src" / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        real_checkpoint("llama_fp32_z1_tp2pp2dp2") / "src" / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     )["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
     wanted = piped if groups == 2 else piped[1:]
     for ours, theirs in zip(found, wanted, strict=True):
@@ -198,7 +199,7 @@ def _moments(folder: Path) -> dict[str, RawTensor]:
 
 
 def test_experts_have_their_global_numbers(tmp_path: Path) -> None:
-    source = real_folder(PEER_UNREADABLE) / "src" / TAG
+    source = real_checkpoint(PEER_UNREADABLE) / "src" / TAG
     target = tmp_path / f"{TAG}_universal"
     convert(source, target, "universal")
     wanted = _moments(source)
@@ -213,7 +214,7 @@ def test_experts_have_their_global_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dp", "ep"), [(4, 4), (2, 1)])
 def test_experts_on_other_ranks_are_the_same(dp: int, ep: int, tmp_path: Path) -> None:
-    source = real_folder(PEER_UNREADABLE) / "src"
+    source = real_checkpoint(PEER_UNREADABLE) / "src"
     convert(source, tmp_path / "native" / TAG, "zero", layout=NativeLayout(dp=dp, ep=ep))
     convert(tmp_path / "native", tmp_path / "again", "universal")
     convert(source, tmp_path / "direct", "universal")
@@ -254,7 +255,7 @@ def _averaging(source: Path, target: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gpt_fp32_z1_tp2pp1dp2", "gpt_bf16_z1_tp2pp2dp2"])
 def test_averages_are_those_of_deepspeed(name: str, oracle: Oracle, tmp_path: Path) -> None:
-    source = real_folder(name) / "src" / TAG
+    source = real_checkpoint(name) / "src" / TAG
     names = _averaging(source, tmp_path / "from" / TAG)
     assert len(names) == 12
     result = convert(tmp_path / "from" / TAG, tmp_path / "ours", "universal")
@@ -279,7 +280,7 @@ def test_averages_are_those_of_deepspeed(name: str, oracle: Oracle, tmp_path: Pa
 
 
 def test_an_average_reaches_every_target(tmp_path: Path) -> None:
-    source = real_folder("gpt_bf16_z1_tp2pp2dp2") / "src" / TAG
+    source = real_checkpoint("gpt_bf16_z1_tp2pp2dp2") / "src" / TAG
     names = _averaging(source, tmp_path / "from" / TAG)
     convert(tmp_path / "from" / TAG, tmp_path / "direct", "universal")
     native = NativeLayout(tp=1, dp=3, pp=2)
@@ -298,7 +299,7 @@ def test_an_average_reaches_every_target(tmp_path: Path) -> None:
 
 
 def test_each_copy_must_still_be_its_masters_rounding(tmp_path: Path) -> None:
-    source = real_folder("gpt_fp32_z1_tp2pp1dp2") / "src" / TAG
+    source = real_checkpoint("gpt_fp32_z1_tp2pp1dp2") / "src" / TAG
     names = _averaging(source, tmp_path / TAG)
     path = tmp_path / TAG / "layer_02-model_01-model_states.pt"
     weights = load_any(path)

@@ -15,6 +15,7 @@ import yaml
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from hypothesis import assume, given, settings, strategies as st
 
+from house.repository import real_checkpoint
 from laws import pipeline_source
 from laws.deepspeed_files import Layout as DataRanks
 from laws.pipeline_source import TIED, Model, ParallelWriter, Part, Ranks, seeded_model
@@ -23,7 +24,7 @@ from oracle.driver import Oracle, ParallelOracle, Saved
 from oracle.fixtures import TrainedFactory, TrainedOn
 from oracle.outputs import convert, load, tensor_of
 from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, VOCAB, GptCase, Layout, gpt_rules, gpt_rules_yaml
-from oracle.real_folders import expected, real_folder, wrong_atoms
+from oracle.real_folders import expected, wrong_atoms
 from oracle.truth import differences, meta_differences
 from reshard.errors import RequestError, SourceError
 from reshard.options import NativeLayout
@@ -286,7 +287,7 @@ def test_stage_3_of_autotp_as_universal(parallel: ParallelOracle, tmp_path: Path
 
 
 def test_stage_3_of_megatron_as_universal(tmp_path: Path) -> None:
-    folder = real_folder("llama_bf16_z3_nopipe_tp2dp2")
+    folder = real_checkpoint("llama_bf16_z3_nopipe_tp2dp2")
     convert(folder / "src", tmp_path / "universal", "universal")
     assert wrong_atoms(tmp_path / "universal", expected(folder)) == []
     # And by way of another layout at another stage.

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from house.requests import asked
+from house.requests import asked, needed_by
 from reshard.choices import OpaquePolicy, TargetFormat, WeightDtype
 from reshard.models.jobs import ConvertRequest
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import SourceSpec
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.gather import TensorReader, fill
 from reshard_engine.formats.registry import writer_of
@@ -95,9 +95,7 @@ def test_chunks_put_together_are_the_file(name: str, to: TargetFormat, dtype: We
     if to in (TargetFormat.UNIVERSAL, TargetFormat.FSDP_RANKS) and dtype is not None:
         return
     source = SourceSpec(url=str(DATA / name))
-    native = NativeLayout(dp=3) if to in (TargetFormat.ZERO, TargetFormat.FSDP_RANKS) else None
-    run = {"rank_framework": "verl", "device_type": "cpu"} if to is TargetFormat.FSDP_RANKS else {}
-    request = asked(source=source, target="/nowhere/out", to=to, dtype=dtype, layout=native, **run)
+    request = asked(source=source, target="/nowhere/out", to=to, dtype=dtype, **needed_by(to))
     checkpoint = read_checkpoint(open_location(source.url), None, OpaqueLedger(OpaquePolicy.REFUSE))
     layout = writer_of(to).lay_out(checkpoint, request, name="out")
     for file in layout.files[:12]:

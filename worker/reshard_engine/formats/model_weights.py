@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import RequestError, SourceError, printable
@@ -142,12 +142,23 @@ def plain_names(names: Sequence[str]) -> dict[str, str]:
     found = {name: plain_name(name) for name in names}
     if found and all(plain.startswith("module.") for plain in found.values()):
         found = {name: plain.removeprefix("module.") for name, plain in found.items()}
-    if len(set(found.values())) != len(found):
-        twice = Counter(found.values()).most_common(1)[0][0]
-        raise SourceError(
-            "checkpoint.ambiguous", f"two entries are called {printable(twice)} without the names of wrapping modules"
-        )
+    refuse_equal_names(found.values())
     return found
+
+
+def refuse_equal_names(plain: Collection[str]) -> None:
+    """Refuse names of a state dict that are equal without those of wrappers.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous`.
+    """
+    if len({*plain}) != len(plain):
+        twice = Counter(plain).most_common(1)[0][0]
+        raise SourceError(
+            "checkpoint.ambiguous",
+            f"two entries are called {printable(twice)} without the names of wrapping modules",
+            fix="load the model under one kind of wrapper, and save it again",
+        )
 
 
 def plain_name(name: str, wrappers: frozenset[str] = _WRAPPERS) -> str:

@@ -12,7 +12,6 @@ shards every parameter; a shard is a view of a padded storage), `nn/modules/modu
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -63,7 +62,13 @@ from reshard_engine.formats.fsdp_ranks.optimizer import (
 )
 from reshard_engine.formats.fsdp_ranks.sharded import KNOWN, Held, Part, RankFile
 from reshard_engine.formats.fsdp_ranks.writer import FsdpRanksWriter
-from reshard_engine.formats.model_weights import checked_name, checked_state, compiled_names, plain_name
+from reshard_engine.formats.model_weights import (
+    checked_name,
+    checked_state,
+    compiled_names,
+    plain_name,
+    refuse_equal_names,
+)
 from reshard_engine.formats.trainer_files import MADE_ANEW, TrainerFacts, beside, read_companions
 from reshard_engine.pickles.nodes import Node, PObject, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -327,11 +332,7 @@ class _Model:
         self.held = {name: [r.tensors[name] for r in ranks] for name in first}
         self.others = tuple(dict.fromkeys(name for r in ranks for name in r.others))
         self.plain = {name: checked_name(plain_name(name)) for name in first}
-        if len({*self.plain.values()}) != len(first):
-            twice = Counter(self.plain.values()).most_common(1)[0][0]
-            text = f"two entries are called {printable(twice)} without the names of wrapping modules"
-            fix = "load the model under one kind of wrapper, and save it again"
-            raise SourceError("checkpoint.ambiguous", text, fix=fix)
+        refuse_equal_names(self.plain.values())
         self.any_sharded = any(not held[0].plain for held in self.held.values())
         self.twins = self._first_of_equal(self._places)
         self.equal = self._first_of_equal(self._sums)
