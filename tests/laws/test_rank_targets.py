@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, seed, settings, strategies as st
+from hypothesis import HealthCheck, assume, given, seed, settings, strategies as st
 
 import reshard
 from house.measured import say
@@ -25,17 +25,21 @@ _NO_PLACE = ("request.unsatisfiable",)
 
 @pytest.fixture(scope="module")
 def met() -> Iterator[Counter[str]]:
-    """What the examples came to; most must be conversions."""
+    """What the examples came to."""
     found: Counter[str] = Counter()
     yield found
     say(f"drawn with --hypothesis-seed={_SEED}", *(f"{count} {what}" for what, count in found.items()))
-    assert found["converted"] >= found.total() // 3
+    assert found["converted"] >= _EXAMPLES // 2
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("source", RANK_SOURCES, ids=lambda source: source.name)
 @seed(_SEED)
-@settings(laws_profile(), max_examples=_EXAMPLES)
+@settings(
+    laws_profile(),
+    max_examples=_EXAMPLES,
+    suppress_health_check=[*laws_profile().suppress_health_check, HealthCheck.filter_too_much],
+)
 @given(data=st.data(), dp=st.integers(1, 6))
 def test_another_number_of_ranks_holds_the_same(
     source: RankSource, met: Counter[str], data: st.DataObject, dp: int
@@ -55,7 +59,7 @@ def test_another_number_of_ranks_holds_the_same(
         if refusal is not None:
             assert refusal.code in _NO_PLACE, refusal
             met[refusal.message[:60]] += 1
-            return
+            assume(False)  # another run is drawn in its place
         met["converted"] += 1
         found = reshard.diff(place, out, progress=False)
         assert list(found.differences) == []
