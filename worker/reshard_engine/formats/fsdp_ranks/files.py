@@ -22,7 +22,7 @@ from typing import Any, cast
 from reshard.choices import MANIFEST, RankFramework
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.containers.source_file import SourceFile, parse_json
-from reshard_engine.formats.fsdp_ranks.sharded import Mesh
+from reshard_engine.formats.dtensors import Mesh
 from reshard_engine.formats.trainer_files import ARGUMENTS, TRAINER_STATE, TrainerFacts
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.storage.locations import Location, refuse_hub_link_elsewhere
@@ -35,8 +35,6 @@ VERSION, STRATEGY = "FSDP_version", "fsdp_strategy"
 _STRATEGIES = {"fsdp": 1, "fsdp2": 2}
 SCHEDULER, RNG, CLIENT = "lr_scheduler", "rng", "client_state"
 """Keys of the extra state; SkyRL alone has the last one."""
-VERSIONS = "_metadata"
-"""The attribute of a model's state dict that holds the versions of its modules."""
 OPTIMIZERS = "optimizer"
 _NUMBER = r"(\d{1,6})"
 _VERL = re.compile(rf"({MODEL}|{OPTIMIZER}|{EXTRA})_world_size_{_NUMBER}_rank_{_NUMBER}\.pt")

@@ -5,45 +5,37 @@ hold (replicas of HSDP, buffers) are read once and compared before anything is w
 the Trainer are those of a world of one rank. Their tensors are whole, so that nothing tells buffers from frozen
 parameters, and an optimizer that numbers parameters is read only where shapes or the user tell their order.
 
-Source: as in `files`, `sharded` and `optimizer`; torch 2.13.0 `distributed/fsdp/_fully_shard/_fsdp_param.py` (FSDP
-shards every parameter; a shard is a view of a padded storage), `nn/modules/module.py` (`state_dict`); SkyRL
-`skyrl_train/distributed/fsdp_strategy.py` (keys of its extra state).
+Source: as in `files`, `rank_states`, `dtensors` and `rank_optimizer`; SkyRL `skyrl_train/distributed/fsdp_strategy.py`
+(keys of its extra state).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import ClassVar, TypeVar
 
-import numpy as np
-
-from reshard.choices import NO_BUFFERS, NO_SCHEDULER, RankFramework, TargetFormat
-from reshard.errors import RequestError, SourceError, counted, listed, printable
+from reshard.choices import NO_SCHEDULER, RankFramework, TargetFormat
+from reshard.errors import RequestError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
 from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
 from reshard_engine.checkpoint import (
-    Agreement,
-    Buffer,
     Checkpoint,
     Counters,
     OptimizerState,
-    Parameter,
-    ParamGroup,
     Question,
     Undecided,
 )
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file
 from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
+from reshard_engine.formats.dtensors import KNOWN, Held, RankFile
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
     CONFIG,
     RNG,
     SCHEDULER,
-    VERSIONS,
     RankFacts,
     RankSet,
     SavedRanks,
@@ -53,31 +45,23 @@ from reshard_engine.formats.fsdp_ranks.files import (
     optimizer_files,
     rank_set,
 )
-from reshard_engine.formats.fsdp_ranks.optimizer import (
-    ModelTensor,
+from reshard_engine.formats.fsdp_ranks.writer import FsdpRanksWriter
+from reshard_engine.formats.model_weights import (
+    compiled_names,
+)
+from reshard_engine.formats.rank_optimizer import (
     ReadOptimizer,
-    Slice,
     read_optimizer,
     states_of_rank,
 )
-from reshard_engine.formats.fsdp_ranks.sharded import KNOWN, Held, Part, RankFile
-from reshard_engine.formats.fsdp_ranks.writer import FsdpRanksWriter
-from reshard_engine.formats.model_weights import (
-    checked_name,
-    checked_state,
-    compiled_names,
-    plain_name,
-    refuse_equal_names,
-)
+from reshard_engine.formats.rank_states import ModelOfRanks, RankState, RankTensors, model_of_rank
 from reshard_engine.formats.trainer_files import MADE_ANEW, TrainerFacts, beside, read_companions
-from reshard_engine.pickles.nodes import Node, PObject, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import TreeDifference, compare_trees
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import Listing
-from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.layout import KnownFiles
-from reshard_engine.tensors.shard_map import Boxes, Column, LogicalTensor, ShardMapBuilder, add_boxes
 
 _MADE_ANEW = frozenset({"tag", "fsdp_strategy", "world_size", "rank"})
 """Keys of SkyRL's extra state that say how it was saved."""
@@ -89,9 +73,6 @@ _MODEL_FILES = "configuration and tokenizer: --model-files with this directory c
 _COPY = "a copy of the model's weights, which a run of the target saves again"
 _PER_RANK = "ranks saved different values under one key; the first rank's is taken"
 _FIRST_RANK = ("_rank_0.pt", "_rank0.bin")
-_OTHER_SAVE = "the files are of different saves: copy those of one save"
-_LEAST_DIMS = 2
-"""The dimensions of a matrix: vectors of different layers are often equal, and none is tied."""
 _Read = TypeVar("_Read")
 
 
@@ -181,218 +162,7 @@ class FsdpRanks(Format):
         return f"rank {int(number)}" if number.isdecimal() else ""
 
 
-# Tensors of all ranks in the shard map.
-
-
-class _Tensors:
-    """Registers tensors in a shard map, and the copies that must agree with them."""
-
-    def __init__(self, files: Sequence[str]) -> None:
-        self.builder = ShardMapBuilder()
-        self.agreements: list[Agreement] = []
-        self._files = files
-
-    def add(self, fqn: str, state: str, held: Sequence[Held], first_file: int) -> int:
-        """Register a tensor, given what each rank's file holds of it; returns its number.
-
-        Args:
-            fqn: The parameter's name.
-            state: The state's name.
-            held: By rank.
-            first_file: Number of the first rank's file.
-
-        Raises:
-            SourceError: `checkpoint.mixed` where ranks contradict one another, `checkpoint.coverage`,
-                `source.unsupported` for boxes that are not packed.
-        """
-        first = held[0]
-        for rank, other in enumerate(held):
-            if (other.dtype, other.shape, other.layout) != (first.dtype, first.shape, first.layout):
-                raise SourceError(
-                    "checkpoint.mixed",
-                    f"{printable(fqn)}/{state} is {_said(first)} in {printable(self._files[first_file])}, and "
-                    f"{_said(other)} in {printable(self._files[first_file + rank])}",
-                    fix=_OTHER_SAVE,
-                )
-        tensor = LogicalTensor(fqn, state, first.dtype, first.shape)
-        boxes = self._without_copies(tensor, held, first_file)
-        if len(boxes) == 1 and boxes[0][1].sizes == first.shape:
-            return self._part(tensor, *boxes[0])
-        if any(p.stride is not None for _, p in boxes):
-            raise SourceError(
-                "source.unsupported",
-                f"shards of {printable(fqn)}/{state} are not in row-major order, as those of a transposed parameter",
-                fix="make the parameter contiguous before it is sharded, and save again",
-            )
-        corners = np.array([[p.offsets, p.sizes] for _, p in boxes], dtype=np.int64)
-        files, offsets = _column(file for file, _ in boxes), _column(p.at for _, p in boxes)
-        return add_boxes(self.builder, tensor, Boxes(corners.reshape(len(boxes), 2, len(first.shape)), files, offsets))
-
-    def _without_copies(self, tensor: LogicalTensor, held: Sequence[Held], first_file: int) -> list[tuple[int, Part]]:
-        """The boxes that hold elements, each once, with the numbers of their files."""
-        found: dict[tuple[object, ...], tuple[int, Part]] = {}
-        for file, whole in enumerate(held, first_file):
-            for part in whole.parts:
-                if not part.numel:
-                    continue
-                one = found.setdefault((part.offsets, part.sizes), (file, part))
-                if one[1] is not part:
-                    numbers = self._part(tensor, *one), self._part(tensor, file, part)
-                    where = f"its copy in {printable(self._files[file])}"
-                    self.agreements.append(Agreement(tensor.fqn, tensor.state, *numbers, where))
-        return list(found.values())
-
-    def _part(self, tensor: LogicalTensor, file: int, part: Part) -> int:
-        number = self.builder.tensor(tensor.fqn, tensor.state, tensor.dtype, part.sizes)
-        self.builder.whole(number, file=file, offset=part.at, stride=part.stride)
-        return number
-
-    def add_slices(self, tensor: LogicalTensor, slices: Sequence[Slice], first_file: int) -> int:
-        """Register a tensor whose flattened elements lie in slices; returns its number."""
-        number = self.builder.tensor(tensor.fqn, tensor.state, tensor.dtype, tensor.shape)
-        self.builder.pieces(
-            _column(number for _ in slices),
-            _column(s.begin for s in slices),
-            _column(s.end for s in slices),
-            file=_column(first_file + s.rank for s in slices),
-            offset=_column(s.at for s in slices),
-        )
-        return number
-
-
-def _column(numbers: Iterable[int]) -> Column:
-    return np.array(list(numbers), dtype=np.int64)
-
-
-def _said(held: Held) -> str:
-    return f"{held.dtype.name} {held.shape} ({printable(held.layout)})"
-
-
-# The model of all ranks.
-
-
-@dataclass(frozen=True, slots=True)
-class _RankModel:
-    """What one rank's file holds of the model: tensors, and entries that are none."""
-
-    tensors: Mapping[str, Held]
-    others: tuple[str, ...]
-    versions: Node
-    """The attribute `_metadata` of the state dict."""
-
-
-def _model_of_rank(file: RankFile) -> _RankModel:
-    tensors: dict[str, Held] = {}
-    others: list[str] = []
-    for key, node in mapping_items(file.parsed.root, what=file.name).items():
-        name = printable(str(key))
-        held = file.held(node, name)
-        if held is None:
-            others.append(name)
-        else:
-            tensors[str(key)] = held
-    return _RankModel(tensors, tuple(others), None if file.rank else _versions_in(file))
-
-
-def _versions_in(file: RankFile) -> Node:
-    """The versions of the model's modules, if they are plain values; None otherwise.
-
-    Source: torch 2.13.0 `nn/modules/module.py` (`state_dict`: the attribute `_metadata`).
-    """
-    root = file.parsed.root
-    state = root.state if isinstance(root, PObject) and is_mapping(root.state) else None
-    versions = None if state is None else mapping_items(state, what=file.name).get(VERSIONS)
-    if not is_mapping(versions):
-        return None
-    held = mapping_items(versions, what=file.name).values()
-    plain = (mapping_items(v, what=file.name).values() if is_mapping(v) else [v] for v in held)
-    return versions if all(v is None or isinstance(v, bool | int | str) for values in plain for v in values) else None
-
-
-class _Model:
-    """The tensors of the model by name, each as all ranks hold it."""
-
-    def __init__(self, ranks: Sequence[_RankModel], files: Sequence[SourceFile]) -> None:
-        """Prove that all ranks hold the same names.
-
-        Raises:
-            SourceError: `checkpoint.mixed`, `checkpoint.ambiguous`, `name.invalid`.
-        """
-        first = list(ranks[0].tensors)
-        for rank, other in enumerate(ranks):
-            if list(other.tensors) != first:
-                names = sorted({*first} ^ {*other.tensors}) or first
-                raise SourceError(
-                    "checkpoint.mixed",
-                    f"{printable(files[0].name)} and {printable(files[rank].name)} hold other tensors, or in another "
-                    f"order: {listed(list(map(printable, names)))}",
-                    fix=_OTHER_SAVE,
-                )
-        self.versions = ranks[0].versions
-        self.held = {name: [r.tensors[name] for r in ranks] for name in first}
-        self.others = tuple(dict.fromkeys(name for r in ranks for name in r.others))
-        self.plain = {name: checked_name(plain_name(name)) for name in first}
-        refuse_equal_names(self.plain.values())
-        self.any_sharded = any(not held[0].plain for held in self.held.values())
-        self.twins = self._first_of_equal(self._places)
-        self.equal = self._first_of_equal(self._sums)
-
-    def sharded(self, name: str) -> bool:
-        """True if a mesh shards the tensor, or if nothing is sharded, as in a run of one rank."""
-        return not self.any_sharded or not self.held[name][0].plain
-
-    def tensors(self) -> list[ModelTensor]:
-        """The tensors as the optimizer needs to know them."""
-        return [
-            ModelTensor(
-                name,
-                held[0].shape,
-                not held[0].plain,
-                self.twins.get(name, ""),
-                self.equal.get(name, ""),
-                tuple(h.coordinate for h in held),
-            )
-            for name, held in self.held.items()
-            if held[0].dtype.floating or not held[0].plain
-        ]
-
-    def _first_of_equal(self, token: Callable[[str], object]) -> dict[str, str]:
-        """For each tensor that equals an earlier one by its token the name of that one."""
-        first: dict[object, str] = {}
-        found: dict[str, str] = {}
-        for name in self.held:
-            key = token(name) if self.sharded(name) else None
-            if key is not None and first.setdefault(key, name) != name:
-                found[name] = first[key]
-        return found
-
-    def _places(self, name: str) -> object:
-        """A key that is equal for names of one memory; None for a tensor without elements."""
-        held = self.held[name]
-        places = tuple((p.offsets, p.place) for h in held for p in h.parts if p.numel)
-        return (held[0].shape, places) if places else None
-
-    def _sums(self, name: str) -> object:
-        """A key that is equal for matrices of equal sums; None where the files do not have the sums of all parts."""
-        held = self.held[name]
-        parts = [(rank, p) for rank, h in enumerate(held) for p in h.parts if p.numel]
-        if len(held[0].shape) < _LEAST_DIMS or not parts or any(p.record is None for _, p in parts):
-            return None
-        return held[0].dtype, held[0].shape, tuple((rank, p.offsets, p.record) for rank, p in parts)
-
-
 # The checkpoint.
-
-
-@dataclass(slots=True)
-class _Kinds:
-    """Parameters and buffers, and what is open about them."""
-
-    parameters: list[Parameter]
-    buffers: list[Buffer] = field(default_factory=list[Buffer])
-    unproven: list[str] = field(default_factory=list[str])
-    assumed: tuple[Undecided, ...] = ()
-    undecided: tuple[Undecided, ...] = ()
 
 
 @dataclass(slots=True)
@@ -413,13 +183,19 @@ class _Assembly:
         self._files: list[SourceFile] = []
         # Sharded tensors become numbers, so that nothing names their classes. What is carried is parsed without them.
         self._ledger = OpaqueLedger(options.ledger.policy, options.ledger.foreign, KNOWN)
-        self._tensors = _Tensors([f.name for f in files.files])
-        self._model = _Model(self._opened(files.model, _model_of_rank), files.model)
+        self._tensors = RankTensors([f.name for f in files.files])
+        self._model = ModelOfRanks(self._opened(files.model, model_of_rank), files.model)
         self._first_state = len(self._files)
         self._first_optimizer: TorchFile | None = None
         self._optimizer = self._read_optimizer()
-        self._ties = self._tied()
-        self._weights = {name: self._add_weight(name) for name in self._model.held if name not in self._ties.twins}
+        self._state = RankState(
+            self._tensors,
+            self._model,
+            self._optimizer,
+            first_state=self._first_state,
+            buffers=options.choices.buffers,
+            full=files.full,
+        )
 
     def _opened(self, files: Sequence[SourceFile], read: Callable[[RankFile], _Read]) -> list[_Read]:
         """Read the files of all ranks. Only what `read` returns is kept: a thousand trees would fill the memory."""
@@ -441,9 +217,11 @@ class _Assembly:
             RequestError: `request.invalid` for names of buffers that are not there.
         """
         state = self._extra_state()
-        kinds = self._kinds()
+        kinds = self._state.kinds()
         model, optimizer, plain = self._model, self._optimizer, self._model.plain
-        read = None if optimizer is None or optimizer.unread else OptimizerState(self._groups(optimizer))
+        read = None
+        if optimizer is not None and not optimizer.unread:
+            read = OptimizerState(self._state.groups(optimizer, self._first_optimizer))
         world = {} if self._set.full else {"dp": self._set.world}
         longer = {short: name for name, short in plain.items() if name != short}
         return Checkpoint(
@@ -456,7 +234,7 @@ class _Assembly:
             shard_map=self._tensors.builder.build(),
             parameters=tuple(kinds.parameters),
             buffers=tuple(kinds.buffers),
-            shared={plain[a]: plain[o] for a, o in self._ties.all.items()},
+            shared={plain[a]: plain[o] for a, o in self._state.ties.all.items()},
             optimizer=read,
             foreign_globals=tuple(sorted(self._options.ledger.foreign)),
             warnings=() if optimizer is None else optimizer.warnings,
@@ -470,14 +248,14 @@ class _Assembly:
             undecided=(*(() if optimizer is None else optimizer.undecided), *kinds.undecided),
             assumed=(*(() if optimizer is None else optimizer.assumed), *kinds.assumed),
             unproven=frozenset(kinds.unproven),
-            copies={plain[a]: self._weights[a] for a in self._ties.by_value},
+            copies={plain[a]: self._state.weights[a] for a in self._state.ties.by_value},
             no_optimizer="" if optimizer is None else optimizer.unread,
             frozen_left_out=optimizer is not None and optimizer.adapter_alone,
         )
 
     def _saved(self) -> SavedRanks:
         """How the run saved the files, for a target of the same kind."""
-        held = {name: ranks[0] for name, ranks in self._model.held.items()}
+        held, weights = {name: ranks[0] for name, ranks in self._model.held.items()}, self._state.weights
         numbers = {} if self._optimizer is None else self._optimizer.numbers
         cut = {n: [d for d in h.dims if d is not None] for n, h in held.items() if h.mesh is not None}
         return SavedRanks(
@@ -485,9 +263,9 @@ class _Assembly:
             number=self._set.number,
             fsdp=self._version(held.values()),
             mesh=next((h.mesh for h in held.values() if h.mesh is not None), None),
-            plain=frozenset(w for name, w in self._weights.items() if held[name].plain and self._model.any_sharded),
+            plain=frozenset(w for name, w in weights.items() if held[name].plain and self._model.any_sharded),
             other_cuts=tuple(n for n, dims in cut.items() if dims != [0] or held[n].dims[-1] is None),
-            numbers={self._weights[n]: i for n, i in numbers.items() if n in self._weights},
+            numbers={weights[n]: i for n, i in numbers.items() if n in weights},
             lists=() if self._optimizer is None else self._optimizer.lists,
             has_extra=bool(self._set.extra),
             versions=self._model.versions,
@@ -514,102 +292,6 @@ class _Assembly:
         names = [f.name for f in files]
         order, full = self._options.choices.param_order, self._set.full
         return read_optimizer(ranks, self._model.tensors(), names, order, of_model=not full)
-
-    def _groups(self, optimizer: ReadOptimizer) -> tuple[ParamGroup, ...]:
-        """The param groups with references in place of tensors, which all ranks have alike."""
-        parsed = self._first_optimizer
-        if parsed is None:
-            return optimizer.groups
-        trees = TreeTensors(self._tensors.builder, {parsed.file: self._first_state})
-        carried = (trees.carried(mapping_of({**g.hyper_parameters}), parsed) for g in optimizer.groups)
-        return tuple(ParamGroup(mapping_items(node, what="a param group")) for node in carried)
-
-    # The model.
-
-    def _tied(self) -> _Ties:
-        """Second names of tied pairs: of one memory, or of equal elements that the optimizer counts once."""
-        optimizer, model = self._optimizer, self._model
-        members = {} if optimizer is None else optimizer.members
-        twins = dict(model.twins)
-        for alias, owner in model.twins.items():
-            if alias in members and owner not in members:
-                del twins[alias]
-                twins[owner] = alias
-        by_value = {} if optimizer is None else {a: o for a, o in optimizer.ties.items() if a not in twins}
-        if optimizer is not None and members and not optimizer.counts_all:
-            updated = {n for n in members if optimizer.states.get(n)}
-            pairs = {a: o for a, o in model.equal.items() if a not in twins and o not in twins}
-            by_value = {a: o for a, o in pairs.items() if a not in members and o in updated}
-        return _Ties(twins, by_value)
-
-    def _add_weight(self, name: str) -> int:
-        return self._tensors.add(self._model.plain[name], "weight", self._model.held[name], 0)
-
-    def _kinds(self) -> _Kinds:
-        """Parameters in the optimizer's order, then frozen ones, and buffers."""
-        plain, optimizer = self._model.plain, self._optimizer
-        members = {} if optimizer is None else optimizer.members
-        found = _Kinds([self._trained(name, group) for name, group in members.items()])
-        if all(p.never_updated for p in found.parameters):  # before the first step no parameter has states
-            found.parameters = [replace(p, never_updated=False) for p in found.parameters]
-        for alias, owner in self._ties.by_value.items():
-            numbers, where = (self._weights[owner], self._weights[alias]), f"its other name {printable(plain[alias])}"
-            self._tensors.agreements.append(Agreement(plain[owner], "weight", *numbers, where))
-        said = self._said_buffers()
-        frozen = () if optimizer is None else optimizer.frozen
-        counted = optimizer is not None and optimizer.counts_all
-        likely: list[str] = []
-        for name, number in self._weights.items():
-            if name in members or name in self._ties.by_value:
-                continue
-            first = self._model.held[name][0]
-            sharded = not first.plain
-            is_buffer = not sharded and name not in frozen and (counted or not first.dtype.floating)
-            if not sharded and not is_buffer and name not in frozen:
-                # Parameters that FSDP was told to ignore are plain, too.
-                is_buffer = name in said if said is not None else self._model.any_sharded
-                found.unproven += [] if said is not None else [plain[name]]
-                likely += [plain[name]] if is_buffer and said is None else []
-            if is_buffer:
-                found.buffers.append(Buffer(plain[name], number))
-            else:
-                found.parameters.append(Parameter(plain[name], first.shape, None, number))
-        if likely and optimizer is not None:
-            found.assumed = (_likely_buffers(likely),)
-        # Where the order of parameters is open, it is asked for first: it tells which are trained.
-        elif self._set.full and found.unproven and members:
-            found.undecided = (_which_are_buffers(found.unproven),)
-        return found
-
-    def _said_buffers(self) -> set[str] | None:
-        """The names that the user calls buffers; None if the user says nothing."""
-        text, plain = self._options.choices.buffers, self._model.plain
-        if text is None:
-            return None
-        patterns = [] if text == NO_BUFFERS else [p.strip() for p in text.split(",") if p.strip()]
-        if unused := [p for p in patterns if not any(fnmatchcase(n, p) for n in plain.values())]:
-            raise RequestError(
-                "request.invalid",
-                f"--buffers names {listed(list(map(printable, unused)))}, and the model has no such tensor",
-                fix="name tensors as `reshard inspect` lists them, or --buffers none",
-            )
-        return {name for name, short in plain.items() if any(fnmatchcase(short, p) for p in patterns)}
-
-    def _trained(self, name: str, group: int) -> Parameter:
-        optimizer, fqn = self._optimizer, self._model.plain[name]
-        first, weight = self._model.held[name][0], self._weights[name]
-        states: dict[str, int] = {"fp32": weight} if first.dtype is FLOAT32 else {}
-        held = {} if optimizer is None else optimizer.states.get(name, {})
-        scalars = {} if optimizer is None else optimizer.scalars.get(name, {})
-        for state, (dtype, elements) in held.items():
-            boxes = [e for e in elements if isinstance(e, Held)]
-            if boxes:
-                states[checked_state(state)] = self._tensors.add(fqn, state, boxes, self._first_state)
-            else:
-                tensor = LogicalTensor(fqn, checked_state(state), dtype, first.shape)
-                slices = [e for e in elements if isinstance(e, Slice)]
-                states[state] = self._tensors.add_slices(tensor, slices, self._first_state)
-        return Parameter(fqn, first.shape, group, weight, states, scalars, never_updated=not held and not scalars)
 
     # What lies beside.
 
@@ -708,21 +390,6 @@ class _Assembly:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ties:
-    """Second names of tied pairs, each with the name that owns the tensor."""
-
-    twins: Mapping[str, str]
-    """Names of one memory of the run."""
-    by_value: Mapping[str, str]
-    """Names of equal elements, which are compared before anything is written."""
-
-    @property
-    def all(self) -> dict[str, str]:
-        """Both kinds."""
-        return {**self.twins, **self.by_value}
-
-
 def _random_states(
     trees: TreeTensors, parsed: Sequence[TorchFile], entries: Sequence[Mapping[str | int, Node]]
 ) -> tuple[Mapping[str, Node], ...]:
@@ -749,19 +416,3 @@ def _reasons(listing: Listing, read: Collection[str]) -> dict[str, str]:
     found |= {n: _BESIDE_MODEL for n in names if n.startswith(("model", "adapter_model")) and ".safetensors" in n}
     found |= {n: _MODEL_FILES for n in names if n.endswith(".json") and (n == "config.json" or "tokenizer" in n)}
     return {**MADE_ANEW, **found}
-
-
-def _which_are_buffers(names: Sequence[str]) -> Undecided:
-    return Undecided(
-        Question.BUFFERS,
-        f"nothing tells which of {listed(list(map(printable, names)))} are buffers, and which are frozen parameters",
-        "--buffers none if all are parameters; else --buffers NAME,… with the names of the buffers",
-    )
-
-
-def _likely_buffers(names: Sequence[str]) -> Undecided:
-    return Undecided(
-        Question.BUFFERS,
-        f"{listed(names)} are taken for buffers because they are whole where FSDP shards each parameter",
-        "--buffers none if they are parameters that FSDP was told to ignore",
-    )

@@ -25,6 +25,7 @@ from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import FsdpRanksOptions
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
+from reshard_engine.formats.dtensors import MeshForm, Shape, TargetMesh, TensorsOfRank
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
     CONFIG,
@@ -32,22 +33,16 @@ from reshard_engine.formats.fsdp_ranks.files import (
     SCHEDULER,
     STRATEGY,
     VERSION,
-    VERSIONS,
     RankFacts,
     SavedRanks,
 )
-from reshard_engine.formats.fsdp_ranks.sharded import MeshForm, Shape
+from reshard_engine.formats.rank_states import VERSIONS
 from reshard_engine.formats.torch_archive import scalar_node, tree_template
 from reshard_engine.formats.trainer_files import RANK_STATES
 from reshard_engine.pickles.nodes import (
-    Global,
     Node,
     PList,
     PLiteral,
-    PObject,
-    PRuns,
-    PTensorRef,
-    PTuple,
     is_mapping,
     mapping_items,
     mapping_of,
@@ -56,7 +51,6 @@ from reshard_engine.pickles.nodes import (
 from reshard_engine.pickles.trees import foreign_paths, rewrite
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
-from reshard_engine.tensors.shard_map import LogicalTensor, packed_stride
 
 _NUMBERING = (RankFramework.VERL, RankFramework.SKYRL)
 """Frameworks whose optimizer numbers parameters. They have the same names of files, too."""
@@ -67,9 +61,6 @@ _RANDOM = frozenset({"cpu", "numpy", "random"})
 _OF_SCHEDULER = frozenset({"last_epoch", "base_lrs"})
 """Keys of the state dict of a scheduler of torch that sets learning rates step by step."""
 _STEP = "step"
-_SPEC = "torch.distributed.tensor._dtensor_spec"
-_MESH = "torch.distributed._mesh_layout"
-_DTENSOR = Global("torch.distributed.tensor", "DTensor")
 _NO_PLACE = "files of these ranks have no place for it"
 _OF_PARTITIONS = "one number for each rank's partition, and these files hold whole parameters' shards"
 _WEIGHTS = "write the weights alone: --to safetensors"
@@ -127,6 +118,16 @@ class _Target:
     def world(self) -> int:
         """Number of ranks."""
         return prod(self.shape)
+
+    @property
+    def mesh(self) -> TargetMesh:
+        """The mesh of the ranks that load the files."""
+        return TargetMesh(self.shape, self.names, self.device, self.groups)
+
+    @property
+    def plain(self) -> frozenset[int]:
+        """Weights that the run keeps whole, by number."""
+        return frozenset[int]() if self.saved is None else self.saved.plain
 
     @property
     def numbers(self) -> bool:
@@ -306,123 +307,6 @@ def _names(framework: RankFramework, saved: SavedRanks | None, axes: int) -> tup
     return _AXES[axes] if framework in _NUMBERING else None
 
 
-# DTensors as inert data.
-
-
-class _Rank:
-    """Makes the tensors of one rank."""
-
-    def __init__(self, target: _Target, rank: int) -> None:
-        self._target, self._rank = target, rank
-        self._tensors = target.checkpoint.shard_map.tensors
-        self._plain = frozenset[int]() if target.saved is None else target.saved.plain
-        self._layout = _call("torch.serialization", "_get_layout", "torch.strided")
-        self._device = _call("torch", "device", "cpu")
-        axes, whole = len(target.shape), target.shape[-1]
-        self._place, self._ranks = rank % whole, whole
-        kinds = "torch.distributed.tensor.placement_types"
-        shard = _object(kinds, "Shard", {"dim": 0})
-        self._placements = PTuple((shard,) if axes == 1 else (_object(kinds, "Replicate", {}), shard))
-        self._order = PTuple((_made(_SPEC, "ShardOrderEntry", 0, PTuple((axes - 1,))),))
-        self._mesh = self._mesh_node()
-
-    def whole(self, number: int) -> Node:
-        """A tensor that each rank holds whole."""
-        return PTensorRef(number)
-
-    def parameter(self, number: int, weight: int | None) -> Node:
-        """The shard of a parameter or of one of its states; whole where the run keeps the parameter whole.
-
-        Args:
-            number: The tensor.
-            weight: The parameter's weight, by which its run knows it.
-        """
-        return self.whole(number) if weight in self._plain else self._dtensor(self._tensors[number], number)
-
-    def _dtensor(self, tensor: LogicalTensor, number: int) -> Node:
-        """A DTensor whose rows are dealt as `torch.chunk` deals them.
-
-        Source: torch 2.13.0 `distributed/tensor/placement_types.py` (`Shard.local_shard_size_and_offset`).
-        """
-        if not tensor.shape:
-            raise RequestError(
-                "request.unsatisfiable",
-                f"{printable(tensor.fqn)} has no dimensions, and FSDP2 shards no such parameter",
-                fix=_WEIGHTS,
-            )
-        rows, stride, dtype = tensor.shape[0], packed_stride(tensor.shape), Global("torch", tensor.dtype.name)
-        chunk = -(-rows // self._ranks)
-        first, last = (min(rows, place * chunk) for place in (self._place, self._place + 1))
-        local = (last - first, *tensor.shape[1:])
-        row = prod(tensor.shape[1:])
-        part: Node = PRuns(tensor.dtype.name, local, ((number, first * row, last * row),))
-        part = part if prod(local) else PLiteral(tensor.dtype.name, local, b"")
-        size = PObject("reduce", Global("torch", "Size"), PTuple((PTuple(tensor.shape),)))
-        spec = _object(
-            _SPEC,
-            "DTensorSpec",
-            {
-                "mesh": self._mesh,
-                "placements": self._placements,
-                "tensor_meta": _made(_SPEC, "TensorMeta", size, PTuple(stride), dtype),
-                "shard_order": self._order,
-                "use_strided_shard_as_shard_order": False,
-                "_hash": None,
-            },
-        )
-        made = PTuple((_DTENSOR, dtype, PTuple(tensor.shape), PTuple(stride), 0, self._layout, self._device, False))
-        state = PTuple((None, mapping_of({"_local_tensor": part, "_spec": spec})))
-        wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
-        args = PTuple((wrapper, _DTENSOR, made, state))
-        return PObject("reduce", Global("torch._tensor", "_rebuild_from_type_v2"), args)
-
-    def _mesh_node(self) -> Node:
-        """The mesh as this rank knows it."""
-        target, world = self._target, self._target.world
-        ranks = tuple(range(world))
-        strides = (1,) if len(target.shape) == 1 else (target.shape[1], 1)
-        axes = [_axis(length, stride) for length, stride in zip(target.shape, strides, strict=True)]
-        place = (self._rank,) if len(target.shape) == 1 else divmod(self._rank, target.shape[1])
-        names = target.groups(place)
-        groups: dict[str | int, Node] = {} if names is None else {"_dim_group_names": PList([*names])}
-        return _object(
-            "torch.distributed.device_mesh",
-            "DeviceMesh",
-            {
-                "_device_type": target.device,
-                "_layout": _object(_MESH, "_MeshLayout", {"axes": PTuple(tuple(axes))}),
-                "_rank_map": PLiteral("int32", (world,), struct.pack(f"<{world}i", *ranks)),
-                "_mesh_dim_names": None if target.names is None else PTuple(target.names),
-                "_root_mesh": None,
-                "_flatten_rank_map": PTuple(ranks),
-                "_thread_id": None,
-                "_flatten_mapping": mapping_of({}),
-                **groups,
-                "_rank": self._rank,
-                "_coordinate_on_dim": PTuple(place),
-                "_hash": None,
-            },
-        )
-
-
-def _axis(length: int, stride: int) -> PObject:
-    """An axis of a mesh; one of a single rank has no length, as torch joins axes."""
-    lengths, strides = ((length,), (stride,)) if length > 1 else ((), ())
-    return _object(_MESH, "_FlatLayout", {"shape": PTuple(lengths), "stride": PTuple(strides)})
-
-
-def _call(module: str, name: str, text: str) -> PObject:
-    return PObject("reduce", Global(module, name), PTuple((text,)))
-
-
-def _made(module: str, name: str, *args: Node) -> PObject:
-    return PObject("newobj", Global(module, name), PTuple(args))
-
-
-def _object(module: str, name: str, state: dict[str | int, Node]) -> PObject:
-    return PObject("newobj", Global(module, name), PTuple(), state=mapping_of(state), has_state=True)
-
-
 # The optimizer's keys.
 
 
@@ -503,7 +387,7 @@ class _Files:
         """All files. The models' are commit files: without its own no rank's loader goes on."""
         target = self._target
         for number in range(target.world):
-            rank = _Rank(target, number)
+            rank = TensorsOfRank(target.mesh, number, target.checkpoint.shard_map.tensors, target.plain)
             if self._keys is not None:
                 yield self._file("optim", number, self._optimizer(rank, self._keys))
             if self._extra is not None:
@@ -528,7 +412,7 @@ class _Files:
         template, slots = tree_template(name.rpartition(".")[0], node, shard_map, opaque=keep)
         return TargetFile(name, template, slots, commit=item == "model")
 
-    def _model(self, rank: _Rank) -> Node:
+    def _model(self, rank: TensorsOfRank) -> Node:
         checkpoint = self._checkpoint
         parameters = {p.fqn: p for p in checkpoint.parameters}
         buffers = {b.fqn: b.tensor for b in checkpoint.buffers}
@@ -549,7 +433,7 @@ class _Files:
             node.state, node.has_state = mapping_of({VERSIONS: versions}), True
         return node
 
-    def _optimizer(self, rank: _Rank, keys: _Keys) -> Node:
+    def _optimizer(self, rank: TensorsOfRank, keys: _Keys) -> Node:
         held = {keys.keys[p.fqn]: self._states(p, rank) for p in self._checkpoint.trained}
         states = {k: mapping_of(s) for k, s in held.items() if s}
         if self._target.numbers:
@@ -561,7 +445,7 @@ class _Files:
             made.append(mapping_of({**values, "params": PList([*own])}))
         return mapping_of({"state": mapping_of({**states}), "param_groups": PList(made)})
 
-    def _states(self, parameter: Parameter, rank: _Rank) -> dict[str | int, Node]:
+    def _states(self, parameter: Parameter, rank: TensorsOfRank) -> dict[str | int, Node]:
         """The states of a parameter: its numbers first, as torch has them."""
         found: dict[str | int, Node] = {}
         for name in sorted(parameter.scalars, key=lambda n: n != _STEP):

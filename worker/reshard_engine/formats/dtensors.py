@@ -1,8 +1,10 @@
-"""Sharded tensors in pickles of one rank: which box of the whole tensor this rank's file holds, as plain numbers.
+"""Sharded tensors in pickles of one rank: which box of the whole tensor its file holds; and DTensors to be written.
 
 `DTensor` (FSDP2, and FSDP1 with a device mesh) names a mesh of ranks and a placement for each axis of the mesh. The
 box of a rank follows from its coordinates by torch's rule of chunks. `ShardedTensor` (FSDP1) names the box itself.
 Nothing is unpickled. What a file says twice must agree: shapes, ranks, coordinates, and the size of the local tensor.
+
+The DTensors that are written are those of FSDP2. Their storages are as long as the shards; FSDP2's own are padded.
 
 Source: torch 2.13.0 `distributed/tensor/_utils.py` (`_compute_local_shape_and_global_offset`),
 `distributed/tensor/placement_types.py` (`_StridedShard`), `distributed/tensor/_dtensor_spec.py` (`shard_order`),
@@ -15,18 +17,32 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from math import prod
 
-from reshard.errors import SourceError, counted, listed, printable
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.containers.torch_file import TorchFile, place_of
-from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PTensor, PTuple, kind_of, sequence_items
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PDict,
+    PList,
+    PLiteral,
+    PObject,
+    PRuns,
+    PTensor,
+    PTensorRef,
+    PTuple,
+    kind_of,
+    mapping_of,
+    sequence_items,
+)
 from reshard_engine.pickles.rebuild import made_of_tensors
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
-from reshard_engine.tensors.shard_map import is_packed
+from reshard_engine.tensors.shard_map import LogicalTensor, is_packed, packed_stride
 
 Shape = tuple[int, ...]
 _MOST = 1 << 62
@@ -34,6 +50,9 @@ _MOST_RANKS = 1 << 20
 _MESH_TYPES = {"int32": "i", "int64": "q"}
 _COPY_AGAIN = "copy the files of this rank again from where they were written"
 
+_SPEC = "torch.distributed.tensor._dtensor_spec"
+_MESH = "torch.distributed._mesh_layout"
+_DTENSOR = Global("torch.distributed.tensor", "DTensor")
 _TENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")
 """The package of DTensors, and its name up to torch 2.4."""
 _SHARD = "torch.distributed._shard"
@@ -142,17 +161,84 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placement:
+class Placement:
     """One placement: `Shard` and `_StridedShard` have a dimension, `Replicate` has none."""
 
     kind: str
     dim: int | None = None
     split: int = 1
+    """How many cuts of its dimension come before that of a `_StridedShard`."""
 
     def __str__(self) -> str:
         if self.dim is None:
             return self.kind
         return f"{self.kind}({self.dim})" if self.split == 1 else f"{self.kind}({self.dim}, {self.split})"
+
+
+# Boxes.
+
+
+def placed(
+    dtype: Dtype, shape: Shape, mesh: Mesh, placements: Sequence[Placement], what: str
+) -> tuple[Held, Shape, Shape]:
+    """How a tensor lies on all ranks, without its parts; and the offsets and sizes of this rank's box.
+
+    Raises:
+        SourceError: `source.unsupported` for cuts of which nothing proves where they lie.
+    """
+    offsets, sizes = _box(shape, mesh, placements, what)
+    cutting = [c for p, c in zip(placements, mesh.coordinate, strict=True) if p.dim is not None]
+    layout = f"{', '.join(map(str, placements))} on {mesh}"
+    single = cutting[0] if len(cutting) == 1 and placements[-1].dim is not None else None
+    dims = tuple(p.dim if p.dim is None or p.kind == "Shard" else -1 for p in placements)
+    return Held(dtype, shape, layout, (), single, mesh, dims), offsets, sizes
+
+
+def _box(shape: Shape, mesh: Mesh, placements: Sequence[Placement], what: str) -> tuple[Shape, Shape]:
+    """Offsets and sizes of this rank's box: the axes cut in order, those of `_StridedShard` after later ones."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for axis in _in_order(shape, mesh, placements, what):
+        dim = placements[axis].dim
+        if dim is None:
+            continue
+        length, count, place = sizes[dim], mesh.shape[axis], mesh.coordinate[axis]
+        chunk = -(-length // count)
+        begin, end = min(length, place * chunk), min(length, (place + 1) * chunk)
+        offsets[dim] += begin
+        sizes[dim] = end - begin
+    return tuple(offsets), tuple(sizes)
+
+
+def _in_order(shape: Shape, mesh: Mesh, placements: Sequence[Placement], what: str) -> list[int]:
+    """The axes of a mesh in the order in which they cut.
+
+    FSDP cuts what tensor parallelism has cut: its axis comes first in the mesh and second in time, which
+    `_StridedShard` says by the number of cuts before it. That torch takes the same boxes is proven where all cuts
+    are even; where they are not, torch itself puts such tensors together by another rule.
+    """
+    order = [i for i, p in enumerate(placements) if p.kind != "_StridedShard"]
+    for axis, placement in enumerate(placements):
+        if placement.kind != "_StridedShard":
+            continue
+        dim = placement.dim
+        same = [i for i, p in enumerate(placements) if p.dim == dim]
+        later = [i for i in same if i > axis]
+        parts = prod(mesh.shape[i] for i in same)
+        even = dim is not None and shape[dim] % parts == 0
+        alone = len(same) == len(later) + 1 and all(placements[i].kind == "Shard" for i in later)
+        if not even or not alone or placement.split != prod(mesh.shape[i] for i in later):
+            text = f"{listed(list(map(str, placements)))} of {shape} on {mesh}"
+            raise SourceError(
+                "source.unsupported",
+                f"{what} is {text}: such cuts are read where they are even, and where _StridedShard "
+                "counts all later cuts of its dimension",
+                fix="save with torch.distributed.checkpoint, whose files name each box",
+            )
+        order.append(axis)
+    return order
+
+
+# The file of one rank.
 
 
 @dataclass(slots=True)
@@ -227,18 +313,14 @@ class RankFile:
         if len(placements) != len(mesh.shape):
             raise self._bad(what, f"{counted(len(placements), 'placement')} on {mesh}")
         self._check_order(spec.get("shard_order"), placements, what)
-        offsets, sizes = self._box(shape, mesh, placements, what)
+        found, offsets, sizes = placed(dtype, shape, mesh, placements, f"{self.name}: {what}")
         if local.shape != sizes:
             text = (
                 f"{listed(list(map(str, placements)))} of {shape} at {mesh.coordinate} of {mesh} is {sizes}, and the "
                 f"local tensor is {local.shape}"
             )
             raise self._bad(what, text)
-        cutting = [c for p, c in zip(placements, mesh.coordinate, strict=True) if p.dim is not None]
-        layout = f"{', '.join(map(str, placements))} on {mesh}"
-        single = cutting[0] if len(cutting) == 1 and placements[-1].dim is not None else None
-        dims = tuple(p.dim if p.dim is None or p.kind == "Shard" else -1 for p in placements)
-        return Held(dtype, shape, layout, (self._part(local, offsets),), single, mesh, dims)
+        return replace(found, parts=(self._part(local, offsets),))
 
     def _check_meta(self, meta: Node, shape: Shape, dtype: Dtype, what: str) -> None:
         """Refuse a specification whose shape or type is another one than the tensor's."""
@@ -250,7 +332,7 @@ class RankFile:
         if said != shape or not isinstance(kind, Global) or kind.dotted != f"torch.{dtype.name}":
             raise self._bad(what, f"the DTensor is {dtype.name} {shape}, and its specification says {said}")
 
-    def _check_order(self, order: Node, placements: list[_Placement], what: str) -> None:
+    def _check_order(self, order: Node, placements: list[Placement], what: str) -> None:
         """Refuse an order of cuts that is not that of the mesh's axes: nothing here proves where its boxes lie.
 
         Source: torch 2.13.0 `distributed/tensor/_dtensor_spec.py` (`ShardOrderEntry`): None with `_StridedShard`.
@@ -268,65 +350,23 @@ class RankFile:
                     fix="redistribute the tensor to placements in the order of the mesh, and save again",
                 )
 
-    def _placement(self, node: Node, dims: int, what: str) -> _Placement:
+    def _placement(self, node: Node, dims: int, what: str) -> Placement:
         cls = node.cls if isinstance(node, PObject) else None
         kind = cls.name if isinstance(cls, Global) and cls.module.endswith(".placement_types") else ""
         if kind == "Replicate":
-            return _Placement(kind)
+            return Placement(kind)
         if kind in ("Shard", "_StridedShard"):
             state = _attributes_of(node)
             dim, split = state.get("dim"), state.get("split_factor", 1)
             if type(dim) is not int or not 0 <= dim < dims or type(split) is not int or not 1 <= split < _MOST_RANKS:
                 raise self._bad(what, f"{kind} of dimension {printable(str(dim))} of a tensor of {dims} dimensions")
-            return _Placement(kind, dim, split)
+            return Placement(kind, dim, split)
         raise SourceError(
             "source.unsupported",
             f"{self.name}: {what} has the placement {kind or kind_of(node)}, and only Shard, _StridedShard and "
             "Replicate say where elements lie",
             fix="redistribute the tensor to Shard or Replicate, and save again",
         )
-
-    def _box(self, shape: Shape, mesh: Mesh, placements: list[_Placement], what: str) -> tuple[Shape, Shape]:
-        """Offsets and sizes of this rank's box: the axes cut in order, those of `_StridedShard` after later ones."""
-        offsets, sizes = [0] * len(shape), list(shape)
-        for axis in self._in_order(shape, mesh, placements, what):
-            dim = placements[axis].dim
-            if dim is None:
-                continue
-            length, count, place = sizes[dim], mesh.shape[axis], mesh.coordinate[axis]
-            chunk = -(-length // count)
-            begin, end = min(length, place * chunk), min(length, (place + 1) * chunk)
-            offsets[dim] += begin
-            sizes[dim] = end - begin
-        return tuple(offsets), tuple(sizes)
-
-    def _in_order(self, shape: Shape, mesh: Mesh, placements: list[_Placement], what: str) -> list[int]:
-        """The axes of a mesh in the order in which they cut.
-
-        FSDP cuts what tensor parallelism has cut: its axis comes first in the mesh and second in time, which
-        `_StridedShard` says by the number of cuts before it. That torch takes the same boxes is proven where all cuts
-        are even; where they are not, torch itself puts such tensors together by another rule.
-        """
-        order = [i for i, p in enumerate(placements) if p.kind != "_StridedShard"]
-        for axis, placement in enumerate(placements):
-            if placement.kind != "_StridedShard":
-                continue
-            dim = placement.dim
-            same = [i for i, p in enumerate(placements) if p.dim == dim]
-            later = [i for i in same if i > axis]
-            parts = prod(mesh.shape[i] for i in same)
-            even = dim is not None and shape[dim] % parts == 0
-            alone = len(same) == len(later) + 1 and all(placements[i].kind == "Shard" for i in later)
-            if not even or not alone or placement.split != prod(mesh.shape[i] for i in later):
-                text = f"{listed(list(map(str, placements)))} of {shape} on {mesh}"
-                raise SourceError(
-                    "source.unsupported",
-                    f"{self.name}: {what} is {text}: such cuts are read where they are even, and where _StridedShard "
-                    "counts all later cuts of its dimension",
-                    fix="save with torch.distributed.checkpoint, whose files name each box",
-                )
-            order.append(axis)
-        return order
 
     # Meshes.
 
@@ -351,7 +391,7 @@ class RankFile:
             ranks = self._numbers(state["mesh"], what)
             if self.rank not in ranks:
                 raise self._other_rank(f"its mesh is of the ranks {listed(list(map(str, ranks)))}")
-            coordinate = _unraveled(ranks.index(self.rank), shape)
+            coordinate = unraveled(ranks.index(self.rank), shape)
         else:
             raise SourceError(
                 "source.unsupported",
@@ -499,7 +539,7 @@ class RankFile:
         return tuple(found)
 
 
-def _unraveled(number: int, shape: Shape) -> Shape:
+def unraveled(number: int, shape: Shape) -> Shape:
     """The coordinates of the element with this number in row-major order."""
     found: list[int] = []
     for length in reversed(shape):
@@ -521,3 +561,143 @@ def _attributes(state: Node) -> dict[str, Node]:
         if isinstance(part, PDict):
             found |= {k: v for k, v in zip(part.pairs[::2], part.pairs[1::2], strict=True) if type(k) is str}
     return found
+
+
+# DTensors as inert data.
+
+
+@dataclass(frozen=True, slots=True)
+class TargetMesh:
+    """The mesh of the ranks that load files: all ranks, or replicas and the ranks that share one copy."""
+
+    shape: Shape
+    names: tuple[str, ...] | None
+    device: str
+    """Type of the run's devices, such as `cuda`."""
+    groups: Callable[[Sequence[int]], tuple[str, ...] | None]
+    """The names of a rank's process groups, given its place on the mesh; None for a mesh without them."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.shape)
+
+
+class TensorsOfRank:
+    """Makes the tensors of one rank of FSDP2: whole ones, and DTensors whose rows the last axis of a mesh cuts."""
+
+    def __init__(self, mesh: TargetMesh, rank: int, tensors: Sequence[LogicalTensor], plain: frozenset[int]) -> None:
+        """Prepare what all tensors of a rank share.
+
+        Args:
+            mesh: The mesh of all ranks.
+            rank: The rank.
+            tensors: Those of the shard map.
+            plain: Numbers of the weights that the run keeps whole.
+        """
+        self._of, self._rank, self._tensors, self._plain = mesh, rank, tensors, plain
+        self._layout = _call("torch.serialization", "_get_layout", "torch.strided")
+        self._device = _call("torch", "device", "cpu")
+        axes, whole = len(mesh.shape), mesh.shape[-1]
+        self._place, self._ranks = rank % whole, whole
+        kinds = "torch.distributed.tensor.placement_types"
+        shard = _object(kinds, "Shard", {"dim": 0})
+        self._placements = PTuple((shard,) if axes == 1 else (_object(kinds, "Replicate", {}), shard))
+        self._order = PTuple((_made(_SPEC, "ShardOrderEntry", 0, PTuple((axes - 1,))),))
+        self._mesh = self._mesh_node()
+
+    def whole(self, number: int) -> Node:
+        """A tensor that each rank holds whole."""
+        return PTensorRef(number)
+
+    def parameter(self, number: int, weight: int | None) -> Node:
+        """The shard of a parameter or of one of its states; whole where the run keeps the parameter whole.
+
+        Args:
+            number: The tensor.
+            weight: The parameter's weight, by which its run knows it.
+        """
+        return self.whole(number) if weight in self._plain else self._dtensor(self._tensors[number], number)
+
+    def _dtensor(self, tensor: LogicalTensor, number: int) -> Node:
+        """A DTensor whose rows are dealt as `torch.chunk` deals them.
+
+        Source: torch 2.13.0 `distributed/tensor/placement_types.py` (`Shard.local_shard_size_and_offset`).
+        """
+        if not tensor.shape:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"{printable(tensor.fqn)} has no dimensions, and FSDP2 shards no such parameter",
+                fix="write the weights alone: --to safetensors",
+            )
+        rows, stride, dtype = tensor.shape[0], packed_stride(tensor.shape), Global("torch", tensor.dtype.name)
+        chunk = -(-rows // self._ranks)
+        first, last = (min(rows, place * chunk) for place in (self._place, self._place + 1))
+        local = (last - first, *tensor.shape[1:])
+        row = prod(tensor.shape[1:])
+        part: Node = PRuns(tensor.dtype.name, local, ((number, first * row, last * row),))
+        part = part if prod(local) else PLiteral(tensor.dtype.name, local, b"")
+        size = PObject("reduce", Global("torch", "Size"), PTuple((PTuple(tensor.shape),)))
+        spec = _object(
+            _SPEC,
+            "DTensorSpec",
+            {
+                "mesh": self._mesh,
+                "placements": self._placements,
+                "tensor_meta": _made(_SPEC, "TensorMeta", size, PTuple(stride), dtype),
+                "shard_order": self._order,
+                "use_strided_shard_as_shard_order": False,
+                "_hash": None,
+            },
+        )
+        made = PTuple((_DTENSOR, dtype, PTuple(tensor.shape), PTuple(stride), 0, self._layout, self._device, False))
+        state = PTuple((None, mapping_of({"_local_tensor": part, "_spec": spec})))
+        wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
+        args = PTuple((wrapper, _DTENSOR, made, state))
+        return PObject("reduce", Global("torch._tensor", "_rebuild_from_type_v2"), args)
+
+    def _mesh_node(self) -> Node:
+        """The mesh as this rank knows it."""
+        target, world = self._of, self._of.world
+        ranks = tuple(range(world))
+        strides = (1,) if len(target.shape) == 1 else (target.shape[1], 1)
+        axes = [_axis(length, stride) for length, stride in zip(target.shape, strides, strict=True)]
+        place = (self._rank,) if len(target.shape) == 1 else divmod(self._rank, target.shape[1])
+        names = target.groups(place)
+        groups: dict[str | int, Node] = {} if names is None else {"_dim_group_names": PList([*names])}
+        return _object(
+            "torch.distributed.device_mesh",
+            "DeviceMesh",
+            {
+                "_device_type": target.device,
+                "_layout": _object(_MESH, "_MeshLayout", {"axes": PTuple(tuple(axes))}),
+                "_rank_map": PLiteral("int32", (world,), struct.pack(f"<{world}i", *ranks)),
+                "_mesh_dim_names": None if target.names is None else PTuple(target.names),
+                "_root_mesh": None,
+                "_flatten_rank_map": PTuple(ranks),
+                "_thread_id": None,
+                "_flatten_mapping": mapping_of({}),
+                **groups,
+                "_rank": self._rank,
+                "_coordinate_on_dim": PTuple(place),
+                "_hash": None,
+            },
+        )
+
+
+def _axis(length: int, stride: int) -> PObject:
+    """An axis of a mesh; one of a single rank has no length, as torch joins axes."""
+    lengths, strides = ((length,), (stride,)) if length > 1 else ((), ())
+    return _object(_MESH, "_FlatLayout", {"shape": PTuple(lengths), "stride": PTuple(strides)})
+
+
+def _call(module: str, name: str, text: str) -> PObject:
+    return PObject("reduce", Global(module, name), PTuple((text,)))
+
+
+def _made(module: str, name: str, *args: Node) -> PObject:
+    return PObject("newobj", Global(module, name), PTuple(args))
+
+
+def _object(module: str, name: str, state: dict[str | int, Node]) -> PObject:
+    return PObject("newobj", Global(module, name), PTuple(), state=mapping_of(state), has_state=True)

@@ -1,0 +1,414 @@
+"""The training state that all ranks hold together, of frameworks that save one file for each rank.
+
+Boxes that several ranks hold (replicas, buffers) are one tensor; their copies must agree. Names of one memory are a
+tied pair. Where a mesh shards tensors, a plain tensor beside them is a buffer: FSDP shards every parameter.
+
+Source: as in `dtensors` and `rank_optimizer`; torch 2.13.0 `distributed/fsdp/_fully_shard/_fsdp_param.py` (FSDP shards
+every parameter; a shard is a view of a padded storage), `nn/modules/module.py` (`state_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from reshard.choices import NO_BUFFERS
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard_engine.checkpoint import Agreement, Buffer, Parameter, ParamGroup, Question, Undecided
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import TorchFile, TreeTensors
+from reshard_engine.formats.dtensors import Held, Part, RankFile
+from reshard_engine.formats.model_weights import checked_name, checked_state, plain_name, refuse_equal_names
+from reshard_engine.formats.rank_optimizer import ModelTensor, ReadOptimizer, Slice
+from reshard_engine.pickles.nodes import Node, PObject, is_mapping, mapping_items, mapping_of
+from reshard_engine.tensors.dtypes import FLOAT32
+from reshard_engine.tensors.shard_map import Boxes, Column, LogicalTensor, ShardMapBuilder, add_boxes
+
+VERSIONS = "_metadata"
+"""The attribute of a model's state dict that holds the versions of its modules."""
+_OTHER_SAVE = "the files are of different saves: copy those of one save"
+_LEAST_DIMS = 2
+"""The dimensions of a matrix: vectors of different layers are often equal, and none is tied."""
+
+
+# Tensors of all ranks in the shard map.
+
+
+class RankTensors:
+    """Registers tensors in a shard map, and the copies that must agree with them."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.builder = ShardMapBuilder()
+        self.agreements: list[Agreement] = []
+        self._files = files
+
+    def add(self, fqn: str, state: str, held: Sequence[Held], first_file: int) -> int:
+        """Register a tensor, given what each rank's file holds of it; returns its number.
+
+        Args:
+            fqn: The parameter's name.
+            state: The state's name.
+            held: By rank.
+            first_file: Number of the first rank's file.
+
+        Raises:
+            SourceError: `checkpoint.mixed` where ranks contradict one another, `checkpoint.coverage`,
+                `source.unsupported` for boxes that are not packed.
+        """
+        first = held[0]
+        for rank, other in enumerate(held):
+            if (other.dtype, other.shape, other.layout) != (first.dtype, first.shape, first.layout):
+                raise SourceError(
+                    "checkpoint.mixed",
+                    f"{printable(fqn)}/{state} is {_said(first)} in {printable(self._files[first_file])}, and "
+                    f"{_said(other)} in {printable(self._files[first_file + rank])}",
+                    fix=_OTHER_SAVE,
+                )
+        tensor = LogicalTensor(fqn, state, first.dtype, first.shape)
+        boxes = self._without_copies(tensor, held, first_file)
+        if len(boxes) == 1 and boxes[0][1].sizes == first.shape:
+            return self._part(tensor, *boxes[0])
+        if any(p.stride is not None for _, p in boxes):
+            raise SourceError(
+                "source.unsupported",
+                f"shards of {printable(fqn)}/{state} are not in row-major order, as those of a transposed parameter",
+                fix="make the parameter contiguous before it is sharded, and save again",
+            )
+        corners = np.array([[p.offsets, p.sizes] for _, p in boxes], dtype=np.int64)
+        files, offsets = _column(file for file, _ in boxes), _column(p.at for _, p in boxes)
+        return add_boxes(self.builder, tensor, Boxes(corners.reshape(len(boxes), 2, len(first.shape)), files, offsets))
+
+    def _without_copies(self, tensor: LogicalTensor, held: Sequence[Held], first_file: int) -> list[tuple[int, Part]]:
+        """The boxes that hold elements, each once, with the numbers of their files."""
+        found: dict[tuple[object, ...], tuple[int, Part]] = {}
+        for file, whole in enumerate(held, first_file):
+            for part in whole.parts:
+                if not part.numel:
+                    continue
+                one = found.setdefault((part.offsets, part.sizes), (file, part))
+                if one[1] is not part:
+                    numbers = self._part(tensor, *one), self._part(tensor, file, part)
+                    where = f"its copy in {printable(self._files[file])}"
+                    self.agreements.append(Agreement(tensor.fqn, tensor.state, *numbers, where))
+        return list(found.values())
+
+    def _part(self, tensor: LogicalTensor, file: int, part: Part) -> int:
+        number = self.builder.tensor(tensor.fqn, tensor.state, tensor.dtype, part.sizes)
+        self.builder.whole(number, file=file, offset=part.at, stride=part.stride)
+        return number
+
+    def add_slices(self, tensor: LogicalTensor, slices: Sequence[Slice], first_file: int) -> int:
+        """Register a tensor whose flattened elements lie in slices; returns its number."""
+        number = self.builder.tensor(tensor.fqn, tensor.state, tensor.dtype, tensor.shape)
+        self.builder.pieces(
+            _column(number for _ in slices),
+            _column(s.begin for s in slices),
+            _column(s.end for s in slices),
+            file=_column(first_file + s.rank for s in slices),
+            offset=_column(s.at for s in slices),
+        )
+        return number
+
+
+def _column(numbers: Iterable[int]) -> Column:
+    return np.array(list(numbers), dtype=np.int64)
+
+
+def _said(held: Held) -> str:
+    return f"{held.dtype.name} {held.shape} ({printable(held.layout)})"
+
+
+# The model of all ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """What one rank's file holds of the model: tensors, and entries that are none."""
+
+    tensors: Mapping[str, Held]
+    others: tuple[str, ...]
+    versions: Node
+    """The attribute `_metadata` of the state dict."""
+
+
+def model_of_rank(file: RankFile) -> RankModel:
+    """The tensors in the file of a model's state dict.
+
+    Raises:
+        SourceError: As `RankFile.held`.
+    """
+    tensors: dict[str, Held] = {}
+    others: list[str] = []
+    for key, node in mapping_items(file.parsed.root, what=file.name).items():
+        name = printable(str(key))
+        held = file.held(node, name)
+        if held is None:
+            others.append(name)
+        else:
+            tensors[str(key)] = held
+    return RankModel(tensors, tuple(others), None if file.rank else _versions_in(file))
+
+
+def _versions_in(file: RankFile) -> Node:
+    """The versions of the model's modules, if they are plain values; None otherwise.
+
+    Source: torch 2.13.0 `nn/modules/module.py` (`state_dict`: the attribute `_metadata`).
+    """
+    root = file.parsed.root
+    state = root.state if isinstance(root, PObject) and is_mapping(root.state) else None
+    versions = None if state is None else mapping_items(state, what=file.name).get(VERSIONS)
+    if not is_mapping(versions):
+        return None
+    held = mapping_items(versions, what=file.name).values()
+    plain = (mapping_items(v, what=file.name).values() if is_mapping(v) else [v] for v in held)
+    return versions if all(v is None or isinstance(v, bool | int | str) for values in plain for v in values) else None
+
+
+class ModelOfRanks:
+    """The tensors of the model by name, each as all ranks hold it."""
+
+    def __init__(self, ranks: Sequence[RankModel], files: Sequence[SourceFile]) -> None:
+        """Prove that all ranks hold the same names.
+
+        Raises:
+            SourceError: `checkpoint.mixed`, `checkpoint.ambiguous`, `name.invalid`.
+        """
+        first = list(ranks[0].tensors)
+        for rank, other in enumerate(ranks):
+            if list(other.tensors) != first:
+                names = sorted({*first} ^ {*other.tensors}) or first
+                raise SourceError(
+                    "checkpoint.mixed",
+                    f"{printable(files[0].name)} and {printable(files[rank].name)} hold other tensors, or in another "
+                    f"order: {listed(list(map(printable, names)))}",
+                    fix=_OTHER_SAVE,
+                )
+        self.versions = ranks[0].versions
+        self.held = {name: [r.tensors[name] for r in ranks] for name in first}
+        self.others = tuple(dict.fromkeys(name for r in ranks for name in r.others))
+        self.plain = {name: checked_name(plain_name(name)) for name in first}
+        refuse_equal_names(self.plain.values())
+        self.any_sharded = any(not held[0].plain for held in self.held.values())
+        self.twins = self._first_of_equal(self._places)
+        self.equal = self._first_of_equal(self._sums)
+
+    def sharded(self, name: str) -> bool:
+        """True if a mesh shards the tensor, or if nothing is sharded, as in a run of one rank."""
+        return not self.any_sharded or not self.held[name][0].plain
+
+    def tensors(self) -> list[ModelTensor]:
+        """The tensors as the optimizer needs to know them."""
+        return [
+            ModelTensor(
+                name,
+                held[0].shape,
+                not held[0].plain,
+                self.twins.get(name, ""),
+                self.equal.get(name, ""),
+                tuple(h.coordinate for h in held),
+            )
+            for name, held in self.held.items()
+            if held[0].dtype.floating or not held[0].plain
+        ]
+
+    def _first_of_equal(self, token: Callable[[str], object]) -> dict[str, str]:
+        """For each tensor that equals an earlier one by its token the name of that one."""
+        first: dict[object, str] = {}
+        found: dict[str, str] = {}
+        for name in self.held:
+            key = token(name) if self.sharded(name) else None
+            if key is not None and first.setdefault(key, name) != name:
+                found[name] = first[key]
+        return found
+
+    def _places(self, name: str) -> object:
+        """A key that is equal for names of one memory; None for a tensor without elements."""
+        held = self.held[name]
+        places = tuple((p.offsets, p.place) for h in held for p in h.parts if p.numel)
+        return (held[0].shape, places) if places else None
+
+    def _sums(self, name: str) -> object:
+        """A key that is equal for matrices of equal sums; None where the files do not have the sums of all parts."""
+        held = self.held[name]
+        parts = [(rank, p) for rank, h in enumerate(held) for p in h.parts if p.numel]
+        if len(held[0].shape) < _LEAST_DIMS or not parts or any(p.record is None for _, p in parts):
+            return None
+        return held[0].dtype, held[0].shape, tuple((rank, p.offsets, p.record) for rank, p in parts)
+
+
+# Parameters, buffers and ties.
+
+
+@dataclass(slots=True)
+class Kinds:
+    """Parameters and buffers, and what is open about them."""
+
+    parameters: list[Parameter]
+    buffers: list[Buffer] = field(default_factory=list[Buffer])
+    unproven: list[str] = field(default_factory=list[str])
+    assumed: tuple[Undecided, ...] = ()
+    undecided: tuple[Undecided, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """Second names of tied pairs, each with the name that owns the tensor."""
+
+    twins: Mapping[str, str]
+    """Names of one memory of the run."""
+    by_value: Mapping[str, str]
+    """Names of equal elements, which are compared before anything is written."""
+
+    @property
+    def all(self) -> dict[str, str]:
+        """Both kinds."""
+        return {**self.twins, **self.by_value}
+
+
+class RankState:
+    """The parameters and buffers of the model, with the optimizer's states."""
+
+    def __init__(
+        self,
+        tensors: RankTensors,
+        model: ModelOfRanks,
+        optimizer: ReadOptimizer | None,
+        *,
+        first_state: int,
+        buffers: str | None,
+        full: bool = False,
+    ) -> None:
+        """Register the model's tensors, whose files are the first ones.
+
+        Args:
+            tensors: The tensors of the shard map.
+            model: What the files of the model hold.
+            optimizer: The optimizer, under the model's names.
+            first_state: Number of the optimizer's first file.
+            buffers: The user's word on which tensors are buffers.
+            full: True for whole tensors, beside which nothing tells a buffer.
+
+        Raises:
+            SourceError: `checkpoint.mixed`, `checkpoint.coverage`, `source.unsupported`.
+        """
+        self._tensors, self._model, self._optimizer = tensors, model, optimizer
+        self._first_state, self._buffers, self._full = first_state, buffers, full
+        self.ties = self._tied()
+        self.weights = {name: self._add_weight(name) for name in model.held if name not in self.ties.twins}
+
+    def groups(self, optimizer: ReadOptimizer, parsed: TorchFile | None) -> tuple[ParamGroup, ...]:
+        """The param groups with references in place of tensors, which all ranks have alike, as one file has them."""
+        if parsed is None:
+            return optimizer.groups
+        trees = TreeTensors(self._tensors.builder, {parsed.file: self._first_state})
+        carried = (trees.carried(mapping_of({**g.hyper_parameters}), parsed) for g in optimizer.groups)
+        return tuple(ParamGroup(mapping_items(node, what="a param group")) for node in carried)
+
+    def _tied(self) -> Ties:
+        """Second names of tied pairs: of one memory, or of equal elements that the optimizer counts once."""
+        optimizer, model = self._optimizer, self._model
+        members = {} if optimizer is None else optimizer.members
+        twins = dict(model.twins)
+        for alias, owner in model.twins.items():
+            if alias in members and owner not in members:
+                del twins[alias]
+                twins[owner] = alias
+        by_value = {} if optimizer is None else {a: o for a, o in optimizer.ties.items() if a not in twins}
+        if optimizer is not None and members and not optimizer.counts_all:
+            updated = {n for n in members if optimizer.states.get(n)}
+            pairs = {a: o for a, o in model.equal.items() if a not in twins and o not in twins}
+            by_value = {a: o for a, o in pairs.items() if a not in members and o in updated}
+        return Ties(twins, by_value)
+
+    def _add_weight(self, name: str) -> int:
+        return self._tensors.add(self._model.plain[name], "weight", self._model.held[name], 0)
+
+    def kinds(self) -> Kinds:
+        """Parameters in the optimizer's order, then frozen ones, and buffers.
+
+        Raises:
+            SourceError: As `RankTensors.add`; `name.invalid`.
+            RequestError: `request.invalid` for names of buffers that are not there.
+        """
+        plain, optimizer = self._model.plain, self._optimizer
+        members = {} if optimizer is None else optimizer.members
+        found = Kinds([self._trained(name, group) for name, group in members.items()])
+        if all(p.never_updated for p in found.parameters):  # before the first step no parameter has states
+            found.parameters = [replace(p, never_updated=False) for p in found.parameters]
+        for alias, owner in self.ties.by_value.items():
+            numbers, where = (self.weights[owner], self.weights[alias]), f"its other name {printable(plain[alias])}"
+            self._tensors.agreements.append(Agreement(plain[owner], "weight", *numbers, where))
+        said = self._said_buffers()
+        frozen = () if optimizer is None else optimizer.frozen
+        counted = optimizer is not None and optimizer.counts_all
+        likely: list[str] = []
+        for name, number in self.weights.items():
+            if name in members or name in self.ties.by_value:
+                continue
+            first = self._model.held[name][0]
+            sharded = not first.plain
+            is_buffer = not sharded and name not in frozen and (counted or not first.dtype.floating)
+            if not sharded and not is_buffer and name not in frozen:
+                # Parameters that FSDP was told to ignore are plain, too.
+                is_buffer = name in said if said is not None else self._model.any_sharded
+                found.unproven += [] if said is not None else [plain[name]]
+                likely += [plain[name]] if is_buffer and said is None else []
+            if is_buffer:
+                found.buffers.append(Buffer(plain[name], number))
+            else:
+                found.parameters.append(Parameter(plain[name], first.shape, None, number))
+        if likely and optimizer is not None:
+            found.assumed = (_likely_buffers(likely),)
+        # Where the order of parameters is open, it is asked for first: it tells which are trained.
+        elif self._full and found.unproven and members:
+            found.undecided = (_which_are_buffers(found.unproven),)
+        return found
+
+    def _said_buffers(self) -> set[str] | None:
+        """The names that the user calls buffers; None if the user says nothing."""
+        text, plain = self._buffers, self._model.plain
+        if text is None:
+            return None
+        patterns = [] if text == NO_BUFFERS else [p.strip() for p in text.split(",") if p.strip()]
+        if unused := [p for p in patterns if not any(fnmatchcase(n, p) for n in plain.values())]:
+            raise RequestError(
+                "request.invalid",
+                f"--buffers names {listed(list(map(printable, unused)))}, and the model has no such tensor",
+                fix="name tensors as `reshard inspect` lists them, or --buffers none",
+            )
+        return {name for name, short in plain.items() if any(fnmatchcase(short, p) for p in patterns)}
+
+    def _trained(self, name: str, group: int) -> Parameter:
+        optimizer, fqn = self._optimizer, self._model.plain[name]
+        first, weight = self._model.held[name][0], self.weights[name]
+        states: dict[str, int] = {"fp32": weight} if first.dtype is FLOAT32 else {}
+        held = {} if optimizer is None else optimizer.states.get(name, {})
+        scalars = {} if optimizer is None else optimizer.scalars.get(name, {})
+        for state, (dtype, elements) in held.items():
+            boxes = [e for e in elements if isinstance(e, Held)]
+            if boxes:
+                states[checked_state(state)] = self._tensors.add(fqn, state, boxes, self._first_state)
+            else:
+                tensor = LogicalTensor(fqn, checked_state(state), dtype, first.shape)
+                slices = [e for e in elements if isinstance(e, Slice)]
+                states[state] = self._tensors.add_slices(tensor, slices, self._first_state)
+        return Parameter(fqn, first.shape, group, weight, states, scalars, never_updated=not held and not scalars)
+
+
+def _which_are_buffers(names: Sequence[str]) -> Undecided:
+    return Undecided(
+        Question.BUFFERS,
+        f"nothing tells which of {listed(list(map(printable, names)))} are buffers, and which are frozen parameters",
+        "--buffers none if all are parameters; else --buffers NAME,… with the names of the buffers",
+    )
+
+
+def _likely_buffers(names: Sequence[str]) -> Undecided:
+    return Undecided(
+        Question.BUFFERS,
+        f"{listed(names)} are taken for buffers because they are whole where FSDP shards each parameter",
+        "--buffers none if they are parameters that FSDP was told to ignore",
+    )
