@@ -75,6 +75,8 @@ OF_OTHERS = {
     },
     # Names of verl's and SkyRL's extra state, too.
     "formats/fsdp_ranks/files.py": {"lr_scheduler", "client_state"},
+    # Names of Lightning and of Megatron-LM, too.
+    "formats/full_state_dict/files.py": {"global_step", "checkpoint_version"},
     # Names of Megatron-LM and of verl, too.
     "formats/sources.py": {r"mp_rank_\d+(_\d+)?(_\d+)?", r"global_step_\d+"},
     "pickles/policy.py": {  # the reviewed allow-list is one list

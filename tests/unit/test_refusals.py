@@ -197,7 +197,6 @@ def test_megatron_is_told_from_verl_by_the_directories_beside_the_tracker(tmp_pa
     ("others", "says"),
     [
         (["optimizer.bin", "trainer_state.json"], "optimizer.bin lies beside the weights and is not read yet"),
-        (["optimizer.pt", "trainer_state.json"], "optimizer.pt lies beside the weights and is not read yet"),
         (
             ["optimizer_0.pt", "optimizer_1.pt"],
             "optimizer_0.pt, optimizer_1.pt lie beside the weights and are not read yet",
@@ -272,7 +271,6 @@ def test_the_checkpoint_below_is_named_with_its_command(make: Made, below: str, 
     ("others", "says"),
     [
         (["trainer_state.json"], "was saved without an optimizer (save_only_model)"),
-        (["trainer_state.json", "optimizer.pt"], "holds optimizer.pt, and such optimizer states are not read yet"),
         (["trainer_state.json", "optimizer.bin"], "holds optimizer.bin, and such optimizer states are not read yet"),
     ],
     ids=str,
@@ -286,10 +284,11 @@ def test_ensure_of_a_trainers_weights_says_what_they_are(others: list[str], says
 
 
 @pytest.mark.parametrize("others", [[], ["trainer_state.json", "model.safetensors"]], ids=str)
-def test_ensure_of_full_files_says_who_loads_them(others: list[str], tmp_path: Path) -> None:
-    place = _files(tmp_path / "checkpoint-3", ["pytorch_model_fsdp.bin", "optimizer.bin", *others])
+@pytest.mark.parametrize("full", [["pytorch_model_fsdp.bin", "optimizer.bin"], ["model.safetensors", "optimizer.pt"]])
+def test_ensure_of_full_files_says_who_loads_them(full: list[str], others: list[str], tmp_path: Path) -> None:
+    place = _files(tmp_path / "checkpoint-3", [*full, *others])
     error, fix = _said("ensure", str(place), "--dp", "2")
-    assert "holds full files (pytorch_model_fsdp.bin, optimizer.bin), and `ensure` writes none" in error
+    assert f"holds full files ({', '.join(full)}), and `ensure` writes none" in error
     assert fix.endswith(f"reshard convert {place} DST --to dcp")
 
 

@@ -30,6 +30,8 @@ _SHARDS = re.compile(r"\.metadata|__\d+\.metadata|pytorch_model_fsdp_\d+")
 _SHARD_FOLDERS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
+_OF_TRAINER = "optimizer.pt"
+_WEIGHTS = re.compile(r"(?:model\.safetensors|pytorch_model\.bin)(?:\.index\.json)?")
 _FULL_MODEL = re.compile(r"pytorch_model_fsdp(_[0-9]+)?\.bin")
 """A model under FULL_STATE_DICT. Source: accelerate 1.15.0 `utils/fsdp_utils.py`."""
 _SCHEDULER = re.compile(r"scheduler(_\d+)?\.(bin|pt)")
@@ -122,12 +124,13 @@ def _no_tag(src: str) -> SourceError:
     weights = f"reshard convert {shlex.quote(printable(src, max_chars=1_024))} DST --to safetensors"
     tags = _tags_there(src)
     optimizers = sorted(n for n in names if _OPTIMIZER.fullmatch(n))
-    if optimizers and not tags and (full := sorted(n for n in names if _FULL_MODEL.fullmatch(n))):
+    model = _WEIGHTS if _OF_TRAINER in optimizers else _FULL_MODEL
+    if optimizers and not tags and (full := sorted(n for n in names if model.fullmatch(n))):
         return SourceError(
             "source.unknown_kind",
             f"{printable(src)} holds full files ({listed([*full, *optimizers])}), and `ensure` writes none",
-            fix="FSDP2 loads them as they are, on any number of ranks; as shards: "
-            f"{weights.removesuffix('safetensors')}dcp",
+            fix=f"{'DDP and FSDP2 load' if model is _WEIGHTS else 'FSDP2 loads'} them as they are, on any number of "
+            f"ranks; as shards: {weights.removesuffix('safetensors')}dcp",
         )
     if _TRAINER_STATE in names and not tags:
         if not optimizers:

@@ -29,7 +29,7 @@ from reshard_engine.execute.sinks.control_objects import ControlObjects
 from reshard_engine.formats.dcp.metadata.parse import metadata_of, parse_metadata, parts_of_nodes, parts_with_runs
 from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
-from reshard_engine.formats.weights.reader import read_index
+from reshard_engine.formats.weight_files import read_index
 from reshard_engine.integrity import manifest
 from reshard_engine.integrity.manifest import parse_manifest
 from reshard_engine.operations.inspection import describe

@@ -25,6 +25,7 @@ from math import prod
 
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.containers.torch_file import TorchFile, place_of
+from reshard_engine.formats.model_weights import DTENSORS, SHARDED_TENSOR
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -53,30 +54,6 @@ _COPY_AGAIN = "copy the files of this rank again from where they were written"
 _SPEC = "torch.distributed.tensor._dtensor_spec"
 _MESH = "torch.distributed._mesh_layout"
 _DTENSOR = Global("torch.distributed.tensor", "DTensor")
-_TENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")
-"""The package of DTensors, and its name up to torch 2.4."""
-_SHARD = "torch.distributed._shard"
-_DTENSORS = frozenset({
-    *(f"{p}.DTensor" for p in _TENSOR),
-    "torch.distributed.tensor._api.DTensor", "torch.distributed._tensor.api.DTensor",
-})  # fmt: skip
-_SHARDED_TENSOR = f"{_SHARD}.sharded_tensor.api.ShardedTensor"
-KNOWN = frozenset({
-    *_DTENSORS,
-    *(f"{p}.placement_types.{n}" for p in _TENSOR for n in (
-        "Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "DTensorSpec", "TensorMeta",
-    )),
-    *(f"{p}._dtensor_spec.{n}" for p in _TENSOR for n in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")),
-    "torch.distributed.device_mesh.DeviceMesh",
-    "torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout",
-    _SHARDED_TENSOR, f"{_SHARDED_TENSOR}.ProcessGroupState",
-    f"{_SHARD}.sharded_tensor.shard.Shard", f"{_SHARD}.metadata.ShardMetadata",
-    f"{_SHARD}.sharded_tensor.metadata.ShardedTensorMetadata",
-    f"{_SHARD}.sharded_tensor.metadata.TensorProperties", f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
-    "torch.distributed.remote_device._remote_device",
-})  # fmt: skip
-"""The names that these objects consist of. They become numbers here, and no target ever names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +251,9 @@ class RankFile:
         made = made_of_tensors(node)
         if made is None:
             return None
-        if made.kind.dotted in _DTENSORS:
+        if made.kind.dotted in DTENSORS:
             return self._dtensor(node, made.shape, BY_NAME[made.dtype], what)
-        if made.kind.dotted == _SHARDED_TENSOR:
+        if made.kind.dotted == SHARDED_TENSOR:
             return self._sharded_tensor(node, made.shape, BY_NAME[made.dtype], what)
         raise SourceError(
             "source.unsupported",

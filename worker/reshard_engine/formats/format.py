@@ -134,6 +134,8 @@ class Format:
     name: ClassVar[str]
     readers: ClassVar[tuple[Reader, ...]] = ()
     """The readers of this format, in the order in which they are asked whether they recognise a directory."""
+    file_readers: ClassVar[tuple[Reader, ...]] = ()
+    """The readers of one file that a user names, or of the only such file of a directory. They recognise its name."""
     of_training: ClassVar[bool] = False
     """True if a directory of this format holds a training state. Weights beside it are then taken for a copy."""
     files: ClassVar[KnownFiles] = KnownFiles()

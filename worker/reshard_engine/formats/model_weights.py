@@ -177,3 +177,31 @@ def compiled_names(wrapped: Mapping[str, str]) -> dict[str, str]:
         if _COMPILED in compiled.split("."):
             found[plain] = compiled.removeprefix("module.") if not plain_name(compiled).startswith(plain) else compiled
     return found
+
+
+# The classes of sharded tensors in pickles of torch.
+
+_TENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")
+"""The package of DTensors, and its name up to torch 2.4."""
+_SHARD = "torch.distributed._shard"
+DTENSORS = frozenset({
+    *(f"{p}.DTensor" for p in _TENSOR),
+    "torch.distributed.tensor._api.DTensor", "torch.distributed._tensor.api.DTensor",
+})  # fmt: skip
+SHARDED_TENSOR = f"{_SHARD}.sharded_tensor.api.ShardedTensor"
+SHARDED_NAMES = frozenset({
+    *DTENSORS,
+    *(f"{p}.placement_types.{n}" for p in _TENSOR for n in (
+        "Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "DTensorSpec", "TensorMeta",
+    )),
+    *(f"{p}._dtensor_spec.{n}" for p in _TENSOR for n in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")),
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout",
+    SHARDED_TENSOR, f"{SHARDED_TENSOR}.ProcessGroupState",
+    f"{_SHARD}.sharded_tensor.shard.Shard", f"{_SHARD}.metadata.ShardMetadata",
+    f"{_SHARD}.sharded_tensor.metadata.ShardedTensorMetadata",
+    f"{_SHARD}.sharded_tensor.metadata.TensorProperties", f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    "torch.distributed.remote_device._remote_device",
+})  # fmt: skip
+"""The names that sharded tensors in pickles consist of. They become numbers here, and no target ever names them."""

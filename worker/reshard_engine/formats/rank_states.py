@@ -279,7 +279,6 @@ class RankState:
         *,
         first_state: int,
         buffers: str | None,
-        full: bool = False,
     ) -> None:
         """Register the model's tensors, whose files are the first ones.
 
@@ -289,13 +288,12 @@ class RankState:
             optimizer: The optimizer, under the model's names.
             first_state: Number of the optimizer's first file.
             buffers: The user's word on which tensors are buffers.
-            full: True for whole tensors, beside which nothing tells a buffer.
 
         Raises:
             SourceError: `checkpoint.mixed`, `checkpoint.coverage`, `source.unsupported`.
         """
         self._tensors, self._model, self._optimizer = tensors, model, optimizer
-        self._first_state, self._buffers, self._full = first_state, buffers, full
+        self._first_state, self._buffers = first_state, buffers
         self.ties = self._tied()
         self.weights = {name: self._add_weight(name) for name in model.held if name not in self.ties.twins}
 
@@ -362,9 +360,6 @@ class RankState:
                 found.parameters.append(Parameter(plain[name], first.shape, None, number))
         if likely and optimizer is not None:
             found.assumed = (_likely_buffers(likely),)
-        # Where the order of parameters is open, it is asked for first: it tells which are trained.
-        elif self._full and found.unproven and members:
-            found.undecided = (_which_are_buffers(found.unproven),)
         return found
 
     def _said_buffers(self) -> set[str] | None:
@@ -396,14 +391,6 @@ class RankState:
                 slices = [e for e in elements if isinstance(e, Slice)]
                 states[state] = self._tensors.add_slices(tensor, slices, self._first_state)
         return Parameter(fqn, first.shape, group, weight, states, scalars, never_updated=not held and not scalars)
-
-
-def _which_are_buffers(names: Sequence[str]) -> Undecided:
-    return Undecided(
-        Question.BUFFERS,
-        f"nothing tells which of {listed(list(map(printable, names)))} are buffers, and which are frozen parameters",
-        "--buffers none if all are parameters; else --buffers NAME,… with the names of the buffers",
-    )
 
 
 def _likely_buffers(names: Sequence[str]) -> Undecided:

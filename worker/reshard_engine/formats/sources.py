@@ -185,12 +185,8 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
     """
     listing = location.store.list_directory(location.path)
     if not listing.files and not listing.directories:
-        if location.store.stat(location.path) is not None:
-            raise SourceError(
-                "source.unknown_kind",
-                f"{printable(location.url)} is a file; a checkpoint is a directory",
-                fix="name the directory that holds it",
-            )
+        if (info := location.store.stat(location.path)) is not None:
+            return _named_file(location, info, tag)
         raise nothing_at(location)
     if tag is not None:
         return _tagged(location, listing, tag, code="source.not_found", said_by="--tag")
@@ -206,12 +202,54 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         raise other
     below = _Below(location)
     known = _tag_fix(below, listing) or _below_fix(location, below, listing)
+    if not known and (single := _only_file(location, listing)) is not None:
+        return single
     raise SourceError(
         "source.unknown_kind",
         f"{printable(location.url)} holds no checkpoint of a known kind ({counted(len(listing.files), 'file')}, "
         f"directories: {_some(listing.directories)}){below.passed}",
         fix=known or "name the directory that holds `latest`, the rank files or the weights",
     )
+
+
+def _reader_of_file(info: ObjectInfo) -> tuple[Format, Reader] | None:
+    """The first format that reads a file of this name on its own."""
+    listing = Listing((info,), ())
+    return next(((f, r) for f in formats() for r in f.file_readers if r.recognises(listing)), None)
+
+
+def _named_file(location: Location, info: ObjectInfo, tag: str | None) -> Found:
+    """The checkpoint in one file that the user names.
+
+    Raises:
+        SourceError: `source.unknown_kind` for a file that no format reads on its own.
+    """
+    known = _reader_of_file(info)
+    if known is None or tag is not None:
+        raise SourceError(
+            "source.unknown_kind",
+            f"{printable(location.url)} is a file; a checkpoint is a directory",
+            fix="name the directory that holds it",
+        )
+    return Found(location, Listing((info,), ()), None, *known)
+
+
+def _only_file(location: Location, listing: Listing) -> Found | None:
+    """The only file of a directory that a format reads on its own; None if there is none.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous` if there are several.
+    """
+    found = {n: (i, known) for n, i in listing.by_name.items() if (known := _reader_of_file(i)) is not None}
+    if len(found) > 1:
+        names = sorted(found)
+        here = shlex.quote(printable(location.child(names[-1]).url, max_chars=1_024))
+        raise SourceError(
+            "checkpoint.ambiguous",
+            f"{printable(location.url)} holds {len(names)} files that could each be the checkpoint: {_some(names)}",
+            fix=f"name one of them: reshard inspect {here}",
+        )
+    return next((Found(location, Listing((i,), ()), None, *known) for i, known in found.values()), None)
 
 
 def pointed_tag(location: Location, name: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from reshard_engine.containers.source_file import SourceFile, open_all, parse_js
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.formats.carried import named
 from reshard_engine.integrity.manifest import MANIFEST_NAME
-from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of, sequence_items
+from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes
@@ -27,6 +27,9 @@ from reshard_engine.storage.protocol import Listing, read_bytes
 
 META = "meta.pt"
 """Lightning's file beside the shards: all of its checkpoint but weights and optimizers."""
+FULL = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_([1-9]\d{0,3}))?\.bin")
+"""Full files of a model and of its optimizer, each with its number."""
+OPTIMIZERS = "optimizer"
 TRAINER_STATE = "trainer_state.json"
 """The Trainer's own state: counters and its log."""
 SCHEDULER = re.compile(r"scheduler(?:_\d{1,4})?\.(?:bin|pt)")
@@ -122,6 +125,15 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
     return found
 
 
+def full_pair(names: Iterable[str]) -> bool:
+    """True if full files of a model and of the optimizer with its number are among the names.
+
+    Source: accelerate 1.15.0 `utils/fsdp_utils.py` (FULL_STATE_DICT), `accelerator.py` (`save_state`).
+    """
+    found = {(m[1], int(m[2] or 0)) for m in map(FULL.fullmatch, names) if m is not None}
+    return any((OPTIMIZERS, number) in found for kind, number in found if kind != OPTIMIZERS)
+
+
 def beside(
     listing: Listing,
     is_read: Callable[[str], bool],
@@ -191,3 +203,26 @@ def _steps_of_trainer(text: bytes) -> int | None:
     state = parse_json(text, code="checkpoint.malformed", what=TRAINER_STATE)
     steps: Any = cast("dict[str, Any]", state).get("global_step") if isinstance(state, dict) else None
     return steps if type(steps) is int else None
+
+
+# State dicts of torch's learning-rate schedulers, recognised by their content.
+
+_EPOCH = "last_epoch"
+_OF_CHAINED = frozenset({"_schedulers", "_last_lr"})
+"""Attributes of `ChainedScheduler`, which counts nothing itself."""
+_BESIDE_EPOCH = frozenset({"_step_count", "_last_lr", "base_lrs", "num_bad_epochs"})
+"""Attributes of which every scheduler of torch has some: `ReduceLROnPlateau` the last one."""
+
+
+def is_scheduler(node: Node) -> bool:
+    """True for the state dict of one of torch's schedulers.
+
+    A script's own counters may have a `last_epoch`, too. One that is alone is what is left of another framework's
+    scheduler: the count of its steps.
+
+    Source: torch 2.13.0 `optim/lr_scheduler.py` (`LRScheduler.state_dict`: every attribute but the optimizer).
+    """
+    keys = mapping_items(node, what="a scheduler").keys() if is_mapping(node) else ()
+    if _EPOCH not in keys:
+        return _OF_CHAINED.issubset(keys)
+    return len(keys) == 1 or not _BESIDE_EPOCH.isdisjoint(map(str, keys))

@@ -177,27 +177,9 @@ def _base_rates(checkpoint: Checkpoint, count: int) -> Sequence[Node]:
     return rates.items if isinstance(rates, PList | PTuple) and len(rates.items) == count else ()
 
 
-# State dicts of torch's learning-rate schedulers, recognised by their content.
+# State dicts of torch's learning-rate schedulers.
 
-_LAMBDAS, _EPOCH = "lr_lambdas", "last_epoch"
-_OF_CHAINED = frozenset({"_schedulers", "_last_lr"})
-"""Attributes of `ChainedScheduler`, which counts nothing itself."""
-_BESIDE_EPOCH = frozenset({"_step_count", "_last_lr", "base_lrs", "num_bad_epochs"})
-"""Attributes of which every scheduler of torch has some: `ReduceLROnPlateau` the last one."""
-
-
-def is_scheduler(node: Node) -> bool:
-    """True for the state dict of one of torch's schedulers.
-
-    A script's own counters may have a `last_epoch`, too. One that is alone is what is left of another framework's
-    scheduler: the count of its steps.
-
-    Source: torch 2.13.0 `optim/lr_scheduler.py` (`LRScheduler.state_dict`: every attribute but the optimizer).
-    """
-    keys = mapping_items(node, what="a scheduler").keys() if is_mapping(node) else ()
-    if _EPOCH not in keys:
-        return _OF_CHAINED.issubset(keys)
-    return len(keys) == 1 or not _BESIDE_EPOCH.isdisjoint(map(str, keys))
+_LAMBDAS = "lr_lambdas"
 
 
 def plain_scheduler(node: Node) -> Node:

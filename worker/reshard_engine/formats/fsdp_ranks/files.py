@@ -1,21 +1,18 @@
 """The files of FSDP's ranks in one directory: whose they are, of how many ranks, and whether all are there.
 
 verl and SkyRL name the number of ranks and the rank; Accelerate names the rank alone, so that only the meshes in the
-files tell how many there were. Under FULL_STATE_DICT, Accelerate and the Trainer save one file of the model and one of
-its optimizer, with whole tensors: they are read as those of a world of one rank. A file of the model without a file of
-its optimizer is weights alone.
+files tell how many there were.
 
 Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py` (names, `fsdp_config.json`); SkyRL
 `skyrl_train/distributed/fsdp_strategy.py` (the same names; another `fsdp_config.json`); accelerate 1.15.0
-`utils/fsdp_utils.py` (`use_dcp=False`, LOCAL_STATE_DICT, FULL_STATE_DICT), `accelerator.py` (`save_state`: optimizer
-number i is of model number i); verified by running verl and Accelerate.
+`utils/fsdp_utils.py` (`use_dcp=False`, LOCAL_STATE_DICT); verified by running verl and Accelerate.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,7 +20,7 @@ from reshard.choices import MANIFEST, RankFramework
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.formats.dtensors import Mesh
-from reshard_engine.formats.trainer_files import ARGUMENTS, TRAINER_STATE, TrainerFacts
+from reshard_engine.formats.trainer_files import FULL, TrainerFacts, full_pair
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.storage.locations import Location, refuse_hub_link_elsewhere
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
@@ -35,12 +32,10 @@ VERSION, STRATEGY = "FSDP_version", "fsdp_strategy"
 _STRATEGIES = {"fsdp": 1, "fsdp2": 2}
 SCHEDULER, RNG, CLIENT = "lr_scheduler", "rng", "client_state"
 """Keys of the extra state; SkyRL alone has the last one."""
-OPTIMIZERS = "optimizer"
 _NUMBER = r"(\d{1,6})"
 _VERL = re.compile(rf"({MODEL}|{OPTIMIZER}|{EXTRA})_world_size_{_NUMBER}_rank_{_NUMBER}\.pt")
 _ACCELERATE = re.compile(rf"(pytorch_model_fsdp|optimizer)_(\d{{1,4}})_rank{_NUMBER}\.bin")
 _LOCAL = re.compile(rf"(?:pytorch_model_fsdp|optimizer)_rank{_NUMBER}\.bin")
-_FULL = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_([1-9]\d{0,3}))?\.bin")
 _CONFIG_LIMIT_BYTES = 64 << 10
 _ONE_PLACE = "copy the files of all ranks into one directory: each node may have kept its own on its disk"
 
@@ -63,15 +58,11 @@ class RankSet:
     """The number of Accelerate's model."""
     fsdp: int | None = None
     """The version of FSDP that the configuration beside the files names."""
-    full: bool = False
-    """True for whole tensors under FULL_STATE_DICT: any number of ranks may have saved them."""
-    trainer: bool = False
-    """True for full files that the Trainer saved through Accelerate."""
 
     @property
     def label(self) -> str:
         """The format's name for people, with that of the framework."""
-        return f"fsdp-{'full' if self.full else 'ranks'}-{'trainer' if self.trainer else self.framework}"
+        return f"fsdp-ranks-{self.framework}"
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -150,25 +141,8 @@ def files_beside(location: Location) -> tuple[dict[str, bytes], list[str]]:
 
 
 def holds_rank_files(listing: Listing) -> bool:
-    """True if a directory holds a file with a rank's name, or the full files of a model and of its optimizer."""
-    names = listing.by_name
-    return any(p.fullmatch(n) for n in names for p in (_VERL, _ACCELERATE, _LOCAL)) or _holds_pair(names)
-
-
-def _holds_pair(names: Iterable[str]) -> bool:
-    """True if full files of a model and of its optimizer are among the names."""
-    found = {(m[1], int(m[2] or 0)) for m in map(_FULL.fullmatch, names) if m is not None}
-    return any((OPTIMIZERS, number) in found for kind, number in found if kind != OPTIMIZERS)
-
-
-def model_files(listing: Listing) -> list[str]:
-    """The names of full files of models."""
-    return [n for n in listing.by_name if (m := _FULL.fullmatch(n)) is not None and m[1] != OPTIMIZERS]
-
-
-def optimizer_files(listing: Listing) -> list[str]:
-    """The names of full files of optimizers."""
-    return [n for n in listing.by_name if (m := _FULL.fullmatch(n)) is not None and m[1] == OPTIMIZERS]
+    """True if a directory holds a file with a rank's name."""
+    return any(p.fullmatch(n) for n in listing.by_name for p in (_VERL, _ACCELERATE, _LOCAL))
 
 
 def rank_set(location: Location, listing: Listing, model_key: str | None) -> RankSet:
@@ -201,8 +175,8 @@ def rank_set(location: Location, listing: Listing, model_key: str | None) -> Ran
             f"({listed(sorted(accelerate))})",
             fix="move those of one of them into a directory of their own",
         )
-    if (verl or accelerate) and _holds_pair(infos):
-        full = sorted(n for n in infos if _FULL.fullmatch(n))
+    if (verl or accelerate) and full_pair(infos):
+        full = sorted(n for n in infos if FULL.fullmatch(n))
         raise SourceError(
             "checkpoint.mixed",
             f"{printable(location.url)} holds files of ranks ({listed(sorted({**verl, **accelerate}))}) and full files "
@@ -211,8 +185,6 @@ def rank_set(location: Location, listing: Listing, model_key: str | None) -> Ran
         )
     if verl:
         return _of_verl(location, listing, verl)
-    if not accelerate:
-        return _full_files(location, listing, model_key)
     return _of_accelerate(location, listing, accelerate, model_key)
 
 
@@ -285,19 +257,6 @@ def _of_accelerate(
     read = {*by_place[chosen].values(), *held.values()}
     number = _number_of(chosen)
     return RankSet(RankFramework.ACCELERATE, world, model, states, (), _others(listing, read), number)
-
-
-def _full_files(location: Location, listing: Listing, model_key: str | None) -> RankSet:
-    """The full files of one model and of the optimizer with its number."""
-    infos = listing.by_name
-    found = {(m[1], int(m[2] or 0)): n for n in infos if (m := _FULL.fullmatch(n)) is not None}
-    models = {name.removesuffix(".bin"): number for (kind, number), name in found.items() if kind != OPTIMIZERS}
-    chosen = _chosen(location, sorted(models, key=lambda name: models[name]), model_key)
-    names = [f"{chosen}.bin", *([found[key]] if (key := (OPTIMIZERS, models[chosen])) in found else [])]
-    files = tuple(SourceFile(location.store, name, (infos[name],)) for name in names)
-    trainer = not infos.keys().isdisjoint((TRAINER_STATE, ARGUMENTS))
-    number = models[chosen]
-    return RankSet(RankFramework.ACCELERATE, 1, files[:1], files[1:], (), (), number, full=True, trainer=trainer)
 
 
 def _chosen(location: Location, models: Sequence[str], model_key: str | None) -> str:

@@ -1,9 +1,7 @@
 """Checkpoints of FSDP with one file for each rank, as a format: verl, SkyRL, and Accelerate without DCP.
 
 A rank's file holds what the rank held: its boxes of sharded tensors, and plain tensors whole. Boxes that several ranks
-hold (replicas of HSDP, buffers) are read once and compared before anything is written. Full files of Accelerate and
-the Trainer are those of a world of one rank. Their tensors are whole, so that nothing tells buffers from frozen
-parameters, and an optimizer that numbers parameters is read only where shapes or the user tell their order.
+hold (replicas of HSDP, buffers) are read once and compared before anything is written.
 
 Source: as in `files`, `rank_states`, `dtensors` and `rank_optimizer`; SkyRL `skyrl_train/distributed/fsdp_strategy.py`
 (keys of its extra state).
@@ -11,25 +9,23 @@ Source: as in `files`, `rank_states`, `dtensors` and `rank_optimizer`; SkyRL `sk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
-from reshard.choices import NO_SCHEDULER, RankFramework, TargetFormat
-from reshard.errors import RequestError, counted, listed, printable
+from reshard.choices import RankFramework, TargetFormat
+from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
 from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
 from reshard_engine.checkpoint import (
     Checkpoint,
-    Counters,
     OptimizerState,
     Question,
-    Undecided,
 )
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file
-from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
-from reshard_engine.formats.dtensors import KNOWN, Held, RankFile
+from reshard_engine.formats.carried import UNKNOWN, named
+from reshard_engine.formats.dtensors import Held, RankFile
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
@@ -41,21 +37,16 @@ from reshard_engine.formats.fsdp_ranks.files import (
     SavedRanks,
     files_beside,
     holds_rank_files,
-    model_files,
-    optimizer_files,
     rank_set,
 )
 from reshard_engine.formats.fsdp_ranks.writer import FsdpRanksWriter
-from reshard_engine.formats.model_weights import (
-    compiled_names,
-)
+from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
 from reshard_engine.formats.rank_optimizer import (
     ReadOptimizer,
     read_optimizer,
     states_of_rank,
 )
 from reshard_engine.formats.rank_states import ModelOfRanks, RankState, RankTensors, model_of_rank
-from reshard_engine.formats.trainer_files import MADE_ANEW, TrainerFacts, beside, read_companions
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import TreeDifference, compare_trees
@@ -66,8 +57,6 @@ from reshard_engine.tensors.layout import KnownFiles
 _MADE_ANEW = frozenset({"tag", "fsdp_strategy", "world_size", "rank"})
 """Keys of SkyRL's extra state that say how it was saved."""
 _BESIDE = "it lies beside the ranks' files, and nothing reads it"
-_BESIDE_FULL = "it lies beside the model's file, and nothing reads it"
-_BESIDE_MODEL = "it lies beside pytorch_model_fsdp.bin, from which the weights are read"
 _HUGGINGFACE = "huggingface/"
 _MODEL_FILES = "configuration and tokenizer: --model-files with this directory copies them beside weights"
 _COPY = "a copy of the model's weights, which a run of the target saves again"
@@ -82,7 +71,7 @@ class RankFilesReader:
     family = "fsdp_ranks"
 
     def recognises(self, listing: Listing) -> bool:
-        """True if there is a file with a rank's name, or a full file of a model and one of its optimizer."""
+        """True if there is a file with a rank's name."""
         return holds_rank_files(listing)
 
     def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
@@ -94,15 +83,13 @@ class RankFilesReader:
         """
         found, choices = rank_set(location, listing, options.choices.model_key), options.choices
         followed = ["param_order", "buffers", *(["model_key"] if found.framework is RankFramework.ACCELERATE else [])]
-        followed += ["scheduler_key"] if found.full else []
         text = f"{printable(location.url)} holds one model, its optimizer and its scheduler"
         refuse_choices(choices.model_copy(update=dict.fromkeys(followed)), text)
-        assembly = _Assembly(found, options)
-        return assembly.full_checkpoint(location, listing) if found.full else assembly.checkpoint(location.url)
+        return _Assembly(found, options).checkpoint(location.url)
 
 
 class FsdpRanks(Format):
-    """Files of FSDP's ranks, and full files, which hold what all ranks held."""
+    """Files of FSDP's ranks."""
 
     name = "fsdp_ranks"
     readers: ClassVar[tuple[Reader, ...]] = (RankFilesReader(),)
@@ -182,7 +169,7 @@ class _Assembly:
         self._set, self._options = files, options
         self._files: list[SourceFile] = []
         # Sharded tensors become numbers, so that nothing names their classes. What is carried is parsed without them.
-        self._ledger = OpaqueLedger(options.ledger.policy, options.ledger.foreign, KNOWN)
+        self._ledger = OpaqueLedger(options.ledger.policy, options.ledger.foreign, SHARDED_NAMES)
         self._tensors = RankTensors([f.name for f in files.files])
         self._model = ModelOfRanks(self._opened(files.model, model_of_rank), files.model)
         self._first_state = len(self._files)
@@ -194,7 +181,6 @@ class _Assembly:
             self._optimizer,
             first_state=self._first_state,
             buffers=options.choices.buffers,
-            full=files.full,
         )
 
     def _opened(self, files: Sequence[SourceFile], read: Callable[[RankFile], _Read]) -> list[_Read]:
@@ -222,14 +208,13 @@ class _Assembly:
         read = None
         if optimizer is not None and not optimizer.unread:
             read = OptimizerState(self._state.groups(optimizer, self._first_optimizer))
-        world = {} if self._set.full else {"dp": self._set.world}
         longer = {short: name for name, short in plain.items() if name != short}
         return Checkpoint(
             url=url,
             tag=self._options.tag,
             format=self._set.label,
             framework_version=None,
-            world=world,
+            world={"dp": self._set.world},
             files=tuple(self._files),
             shard_map=self._tensors.builder.build(),
             parameters=tuple(kinds.parameters),
@@ -290,8 +275,7 @@ class _Assembly:
         ranks = self._opened(files, states_of_rank)
         self._first_optimizer = ranks[0].parsed
         names = [f.name for f in files]
-        order, full = self._options.choices.param_order, self._set.full
-        return read_optimizer(ranks, self._model.tensors(), names, order, of_model=not full)
+        return read_optimizer(ranks, self._model.tensors(), names, self._options.choices.param_order)
 
     # What lies beside.
 
@@ -325,63 +309,6 @@ class _Assembly:
                 found.client_state[CLIENT] = carried
         return found
 
-    def full_checkpoint(self, location: Location, listing: Listing) -> Checkpoint:
-        """The checkpoint of full files, with what a trainer's files beside them hold.
-
-        Raises:
-            SourceError: As `checkpoint` and `read_companions`.
-            RequestError: `request.invalid` also for a scheduler that is not there.
-        """
-        found = read_companions(location, listing, self._options.ledger)
-        parsed = {p.file: p for p in (*(p for p, _ in found.schedulers), *(p for p, _ in found.rng))}
-        parsed |= {p.file: p for p, _, _ in found.client_state}
-        trees = TreeTensors(self._tensors.builder, {f: len(self._files) + i for i, f in enumerate(parsed)})
-        self._files += parsed
-        schedulers = {p.file.name: trees.carried(node, p) for p, node in found.schedulers}
-        rng = tuple(
-            {str(k): v for k, v in mapping_items(trees.carried(p.root, p), what=printable(p.file.name)).items()}
-            for p, _ in found.rng
-        )
-        client_state = {name: trees.carried(node, p) for p, name, node in found.client_state}
-        own, undecided = self._own_scheduler(list(schedulers), listing)
-        read = {f.name for f in self._set.files}
-        rest = beside(
-            listing, read.__contains__, companions=True, reasons=_reasons(listing, read), otherwise=_BESIDE_FULL
-        )
-        whole = self.checkpoint(location.url)
-        return replace(
-            whole,
-            counters=Counters(steps=found.steps),
-            schedulers=tuple(schedulers.values()),
-            scheduler_keys=tuple(schedulers),
-            own_scheduler=own,
-            client_state=client_state,
-            not_carried=(*whole.not_carried, *found.not_carried, *rest),
-            facts=TrainerFacts(rank_states=rng, texts=found.texts),
-            undecided=(*whole.undecided, *undecided),
-        )
-
-    def _own_scheduler(self, keys: Sequence[str], listing: Listing) -> tuple[int | None, tuple[Undecided, ...]]:
-        """The index of the scheduler of this optimizer: the only one of the only optimizer, or the user's choice."""
-        chosen, flags = self._options.choices.scheduler_key, [*keys, NO_SCHEDULER]
-        which = ", or ".join(f"--scheduler-key {key}" for key in flags[:3])
-        if chosen is not None:
-            if chosen not in flags:
-                raise RequestError(
-                    "request.invalid",
-                    f"the source has no scheduler at {printable(chosen)!r}; there is {listed(keys) or 'none'}",
-                    fix=which,
-                )
-            return (keys.index(chosen) if chosen in keys else None), ()
-        optimizers = optimizer_files(listing)
-        if not keys or (len(keys) == 1 and len(optimizers) == 1):
-            return 0 if keys else None, ()
-        unclear = (
-            f"it has {counted(len(optimizers), 'optimizer')} and {counted(len(keys), 'learning-rate scheduler')}, and "
-            f"nothing tells which is this optimizer's: {listed(keys)}"
-        )
-        return 0, (Undecided(Question.SCHEDULER, unclear, which),)
-
     def _beside(self) -> list[NotCarried]:
         """The files and directories beside the ranks' files."""
         reasons = {_HUGGINGFACE: _MODEL_FILES}
@@ -407,12 +334,3 @@ def _random_states(
 def _differ(node: Node, other: Node) -> bool:
     """True if two trees hold other values. Tensors are not compared."""
     return any(isinstance(d, TreeDifference) for d in compare_trees(node, other, ""))
-
-
-def _reasons(listing: Listing, read: Collection[str]) -> dict[str, str]:
-    """Why files beside full files are not read, by their names."""
-    names = [n for n in listing.by_name if n not in read]
-    found = {n: OF_ANOTHER for n in (*model_files(listing), *optimizer_files(listing)) if n in names}
-    found |= {n: _BESIDE_MODEL for n in names if n.startswith(("model", "adapter_model")) and ".safetensors" in n}
-    found |= {n: _MODEL_FILES for n in names if n.endswith(".json") and (n == "config.json" or "tokenizer" in n)}
-    return {**MADE_ANEW, **found}

@@ -14,7 +14,7 @@ from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.formats.model_weights import model_dtype
-from reshard_engine.formats.weights.reader import SafetensorsReader, TorchWeightsReader
+from reshard_engine.formats.weight_files import SafetensorsReader, TorchWeightsReader
 from reshard_engine.formats.weights.writer import SafetensorsWriter, TorchWeightsWriter
 from reshard_engine.storage.locations import Location, open_location, refuse_hub_link_elsewhere
 from reshard_engine.storage.protocol import read_bytes

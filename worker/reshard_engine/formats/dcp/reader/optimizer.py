@@ -20,6 +20,7 @@ from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue, nested
 from reshard_engine.formats.model_weights import name_without_adapter, plain_name, plain_names
+from reshard_engine.formats.numbered import in_models_order, only_way
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -336,10 +337,10 @@ class OptimizerEntries:
         if isinstance(order, tuple):
             return ReadOptimizer(self.groups, self._as_said(numbers, order, names))
         if order is None:
-            found = _only_way(wanted, {name: names.shapes[name] for name in may_own})
+            found = only_way(wanted, {name: names.shapes[name] for name in may_own})
         else:
             spans = [len(numbers)] if order is ParamOrder.MODEL else [len(g.members) for g in self.groups]
-            found = _in_models_order(wanted, spans, [(n, names.shapes[n]) for n in may_own])
+            found = in_models_order(wanted, spans, [(n, names.shapes[n]) for n in may_own])
         if found is None:
             undecided = Undecided(Question.ORDER, _no_names(numbers, wanted, len(may_own), order), _fix_of(order))
             return ReadOptimizer(tuple(ReadGroup(g.group, ()) for g in self.groups), undecided=(undecided,))
@@ -388,50 +389,6 @@ def _no_names(numbers: Sequence[str], wanted: Sequence[Shape | None], tensors: i
     if most > 1:
         return f"{head}, and nothing says which is which: {most} of them have the shape {shape}"
     return f"{head}, and their shapes do not tell which of {tensors} tensors of the model each one is"
-
-
-def _only_way(wanted: Sequence[Shape | None], shapes: Mapping[str, Shape]) -> list[str] | None:
-    """The names of numbered parameters if each has a shape that one tensor of the model alone has; else None."""
-    by_shape: dict[Shape, list[str]] = {}
-    for name, shape in shapes.items():
-        by_shape.setdefault(shape, []).append(name)
-    held = Counter(wanted)
-    found = [by_shape.get(shape, []) if shape is not None and held[shape] == 1 else [] for shape in wanted]
-    return [names[0] for names in found] if all(len(names) == 1 for names in found) else None
-
-
-def _in_models_order(
-    wanted: Sequence[Shape | None], spans: Sequence[int], model: Sequence[tuple[str, Shape]]
-) -> list[str] | None:
-    """The names of parameters that come in the model's order within each span; None unless shapes leave one way."""
-    found: list[str] = []
-    shapes = [shape for _, shape in model]
-    for begin, length in zip(_starts(spans), spans, strict=True):
-        some = list(wanted[begin : begin + length])
-        first = _matched(some, shapes)
-        last = _matched(some[::-1], shapes[::-1])
-        if first is None or last is None or first != [len(shapes) - 1 - i for i in reversed(last)]:
-            return None
-        found += [model[i][0] for i in first]
-    return found if len(set(found)) == len(found) else None
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return [sum(lengths[:i]) for i in range(len(lengths))]
-
-
-def _matched(wanted: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """The first places of these shapes in order; None if there are none. A shape that is None fits everywhere."""
-    found: list[int] = []
-    at = 0
-    for shape in wanted:
-        while at < len(shapes) and shape is not None and shapes[at] != shape:
-            at += 1
-        if at == len(shapes):
-            return None
-        found.append(at)
-        at += 1
-    return found
 
 
 def _group(entries: Mapping[str | int, Node]) -> ReadGroup:

@@ -19,7 +19,6 @@ from reshard_engine.formats.dcp.facts import (
     names_of,
 )
 from reshard_engine.formats.dcp.metadata.model import KeyPath
-from reshard_engine.formats.dcp.optimizers import is_scheduler
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel
 from reshard_engine.formats.dcp.reader.pairs import KNOWN_BUFFERS, NamedBuffers, Reading, ReadPair, Tensors, read_pair
 from reshard_engine.formats.dcp.reader.roles import Pair, choose, key_of, no_such_place, sort_roles
@@ -36,7 +35,7 @@ from reshard_engine.formats.dcp.reader.saved_state import (
 from reshard_engine.formats.dcp.reader.tensors import ChunkTensors
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.model_weights import compiled_names
-from reshard_engine.formats.trainer_files import META, TRAINER_STATE, Companions, beside, read_companions
+from reshard_engine.formats.trainer_files import META, TRAINER_STATE, Companions, beside, is_scheduler, read_companions
 from reshard_engine.pickles.nodes import Node, PList, PTensorRef, PTuple, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.trees import compare_trees
 from reshard_engine.storage.locations import Location

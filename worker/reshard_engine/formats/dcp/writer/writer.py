@@ -19,7 +19,7 @@ from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.formats import carried
 from reshard_engine.formats.dcp.facts import DcpFacts, facts_of
-from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, is_scheduler, plain_scheduler
+from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import StateTree
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
 from reshard_engine.formats.dcp.writer.state_dict import (
@@ -32,7 +32,7 @@ from reshard_engine.formats.dcp.writer.state_dict import (
     key_of,
 )
 from reshard_engine.formats.torch_archive import tree_template
-from reshard_engine.formats.trainer_files import META, RANK_STATES, TRAINER_STATE, trainer_facts
+from reshard_engine.formats.trainer_files import META, RANK_STATES, TRAINER_STATE, is_scheduler, trainer_facts
 from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of, node_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
 

@@ -128,6 +128,8 @@ def stem_of_index(name: str, suffix: str) -> str:
 
 MAX_INDEX_BYTES = 100_000_000
 _CODE = "checkpoint.bad_index"
+METADATA = "metadata of a weights file"
+"""Why other metadata of weights files are not carried."""
 _PLAIN = re.compile(rf"[^/\\.][^/\\]{{0,{MAX_NAME_BYTES - 1}}}")
 _FIX = "copy the index and its shards again, all from one save"
 
@@ -234,6 +236,45 @@ class Shard:
     """The parsed file, if torch wrote it."""
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedWeights:
+    """The parsed weights files of a directory, whose names an index has confirmed."""
+
+    shards: Sequence[Shard]
+    shared: Mapping[str, str]
+    """Tied names, each with its owner."""
+    rest: Sequence[str]
+    """Keys of metadata that nothing uses."""
+    index: WeightIndex | None
+
+
+def open_weights(
+    location: Location, files: WeightFiles, parse: Callable[[SourceFile], Shard], *, preferred: str
+) -> OpenedWeights:
+    """Open the weights files of a directory.
+
+    Raises:
+        SourceError: `checkpoint.*`, `name.invalid`, and all errors of `parse`.
+    """
+    chosen = files.chosen(preferred)
+    index = None
+    names = [chosen]
+    if chosen in files.indexes:
+        index = read_index(location.store, files.indexes[chosen], suffix=files.suffix)
+        _check_files(index, files, stem_of_index(chosen, files.suffix))
+        names = list(index.names_by_file)
+    sources = [SourceFile(location.store, n, (files.named[n],)) for n in names]
+    shards = open_all(sources, parse)
+    texts = {k: v for s in shards for k, v in s.texts.items()} | (dict(index.texts) if index else {})
+    shared, rest = _aliases(texts, {checked_name(t.name) for s in shards for t in s.tensors})
+    for shard in shards:
+        shared |= {checked_name(a): o for a, o in shard.aliases.items()}
+    if index is not None:
+        for shard in shards:
+            index.check_shard(shard.file.name, {t.name for t in shard.tensors}, {*shared, *shard.extra_states})
+    return OpenedWeights(shards, shared, rest, index)
+
+
 def read_weights(
     location: Location,
     files: WeightFiles,
@@ -248,23 +289,8 @@ def read_weights(
     Raises:
         SourceError: `checkpoint.*`, `name.invalid`, and all errors of `parse`.
     """
-    chosen = files.chosen(preferred)
-    index = None
-    names = [chosen]
-    if chosen in files.indexes:
-        index = read_index(location.store, files.indexes[chosen], suffix=files.suffix)
-        _check_files(index, files, stem_of_index(chosen, files.suffix))
-        names = list(index.names_by_file)
-    sources = [SourceFile(location.store, n, (files.named[n],)) for n in names]
-    shards = open_all(sources, parse)
-    tensors = [t for s in shards for t in s.tensors]
-    texts = {k: v for s in shards for k, v in s.texts.items()} | (dict(index.texts) if index else {})
-    shared, rest = _aliases(texts, {checked_name(t.name) for t in tensors})
-    for shard in shards:
-        shared |= {checked_name(a): o for a, o in shard.aliases.items()}
-    if index is not None:
-        for shard in shards:
-            index.check_shard(shard.file.name, {t.name for t in shard.tensors}, {*shared, *shard.extra_states})
+    opened = open_weights(location, files, parse, preferred=preferred)
+    shards = opened.shards
     builder = ShardMapBuilder()
     parameters: list[Parameter] = []
     for number, shard in enumerate(shards):
@@ -281,7 +307,7 @@ def read_weights(
     }
     shard_map = builder.build()
     noted = NotCarriedKeys()
-    noted.add_all((f"__metadata__.{k}" for k in rest), "metadata of a weights file")
+    noted.add_all((f"__metadata__.{k}" for k in opened.rest), METADATA)
     for name in files.optimizers:
         noted.add(name, "a file of optimizer states, which is not read yet", file=name)
     return Checkpoint(
@@ -294,13 +320,13 @@ def read_weights(
         shard_map=shard_map,
         parameters=tuple(parameters),
         buffers=(),
-        shared=shared,
+        shared=opened.shared,
         optimizer=None,
         no_optimizer=files.no_optimizer,
         extra_states=extra_states,
         not_carried=noted.found(),
         foreign_globals=tuple(sorted(options.ledger.foreign)),
-        warnings=tuple(_warnings(rest, index, shard_map.read_bytes_of(range(len(tensors))))),
+        warnings=tuple(_warnings(opened.rest, opened.index, shard_map.read_bytes_of(range(len(parameters))))),
     )
 
 
@@ -345,7 +371,7 @@ class SafetensorsReader:
 
     def recognises(self, listing: Listing) -> bool:
         """True if there are safetensors files, or an index of such files."""
-        return _files(listing).present
+        return safetensors_files(listing).present
 
     def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """Read the weights of a directory; the stem `model` takes precedence over other names.
@@ -353,14 +379,23 @@ class SafetensorsReader:
         Raises:
             SourceError: `safetensors.*`, `checkpoint.*`, `tensor.unsupported`, `source.unsupported`, `name.invalid`.
         """
-        return read_weights(location, _files(listing), _parse, preferred="model", form="safetensors", options=options)
+        return read_weights(
+            location,
+            safetensors_files(listing),
+            parse_safetensors,
+            preferred="model",
+            form="safetensors",
+            options=options,
+        )
 
 
-def _files(listing: Listing) -> WeightFiles:
+def safetensors_files(listing: Listing) -> WeightFiles:
+    """The safetensors files of a directory."""
     return weight_files(listing, ".safetensors", _ANY_STEM)
 
 
-def _parse(file: SourceFile) -> Shard:
+def parse_safetensors(file: SourceFile) -> Shard:
+    """The tensors of a safetensors file."""
     parsed = open_safetensors_file(file)
     if "DCP_SHARDING_INFO" in parsed.metadata:
         raise SourceError(
@@ -389,7 +424,7 @@ class TorchWeightsReader:
 
     def recognises(self, listing: Listing) -> bool:
         """True if there are files with Hugging Face's names for such weights."""
-        return _torch_files_of(listing).present
+        return torch_weight_files(listing).present
 
     def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """Read the weights of a directory. Names that share their elements are tied; the first one is the owner.
@@ -399,18 +434,25 @@ class TorchWeightsReader:
         """
 
         def parse(file: SourceFile) -> Shard:
-            return _parse_torch(file, options.ledger)
+            return parse_torch_weights(file, options.ledger)
 
         return read_weights(
-            location, _torch_files_of(listing), parse, preferred="pytorch_model", form="torch-weights", options=options
+            location,
+            torch_weight_files(listing),
+            parse,
+            preferred="pytorch_model",
+            form="torch-weights",
+            options=options,
         )
 
 
-def _torch_files_of(listing: Listing) -> WeightFiles:
+def torch_weight_files(listing: Listing) -> WeightFiles:
+    """The weights files of a directory that torch saved under Hugging Face's names."""
     return weight_files(listing, ".bin", _STEMS)
 
 
-def _parse_torch(file: SourceFile, ledger: OpaqueLedger) -> Shard:
+def parse_torch_weights(file: SourceFile, ledger: OpaqueLedger) -> Shard:
+    """The tensors of a flat state dict that torch saved."""
     parsed = open_torch_file(file, ledger)
     owners: dict[tuple[object, ...], str] = {}
     tensors: list[HeldTensor] = []

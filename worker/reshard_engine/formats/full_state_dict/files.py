@@ -1,0 +1,495 @@
+"""Training files with whole tensors: their names, and what of a model, an optimizer and a run each of them holds.
+
+- One file of `torch.save`, of one process or of DDP: a mapping with the model's state dict under `model`,
+  `model_state_dict` or `state_dict`, and beside it optimizers, schedulers and values of the script. Lightning's
+  checkpoints are of this form, too.
+- `pytorch_model_fsdp.bin` with `optimizer.bin`, as Accelerate and the Trainer save under FULL_STATE_DICT.
+- `optimizer.pt` beside the weights of `save_pretrained`, as the Trainer saves without FSDP and DeepSpeed.
+- `recipe_state.pt` of torchtune beside the weights, whose optimizer names parameters.
+
+Source: torch 2.13.0 `serialization.py`; lightning 2.6.6 `pytorch/trainer/connectors/checkpoint_connector.py`
+(`dump_checkpoint`); accelerate 1.15.0 `utils/fsdp_utils.py` (FULL_STATE_DICT), `accelerator.py` (`save_state`:
+optimizer number i is of model number i); transformers 5.23.0 `trainer.py` (`_save_optimizer_and_scheduler`); torchtune
+0.6 `training/checkpointing/_utils.py` (`recipe_state`); verified by running all but torchtune.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.models.jobs import NotCarried
+from reshard.options import SourceChoices
+from reshard_engine.checkpoint import Question, Undecided
+from reshard_engine.containers.source_file import SourceFile, open_all
+from reshard_engine.containers.torch_file import TorchFile, open_torch_file, place_of
+from reshard_engine.formats.carried import OF_ANOTHER, named
+from reshard_engine.formats.full_state_dict.optimizer import is_optimizer
+from reshard_engine.formats.model_weights import SHARDED_NAMES, plain_name
+from reshard_engine.formats.trainer_files import (
+    ARGUMENTS,
+    FULL,
+    MADE_ANEW,
+    OPTIMIZERS,
+    TRAINER_STATE,
+    beside,
+    is_companion,
+    is_scheduler,
+    read_companions,
+)
+from reshard_engine.formats.weight_files import (
+    METADATA,
+    OpenedWeights,
+    open_weights,
+    parse_safetensors,
+    parse_torch_weights,
+    safetensors_files,
+    torch_weight_files,
+)
+from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, is_mapping, kind_of, mapping_items
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.rebuild import made_of_tensors
+from reshard_engine.pickles.trees import is_extra_state
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing
+from reshard_engine.tensors.dtypes import BY_NAME, Dtype
+from reshard_engine.tensors.shard_map import is_packed
+
+OPTIMIZER, RECIPE = "optimizer.pt", "recipe_state.pt"
+"""The optimizer of the Trainer, and the state of a recipe of torchtune."""
+_SINGLE = (".pt", ".pth", ".ckpt", ".pth.tar")
+"""Suffixes of the names that scripts give a file of `torch.save`."""
+_MODELS = ("state_dict", "model", "model_state_dict")
+_LIGHTNING, _STEP = "pytorch-lightning_version", "global_step"
+_OF_MEGATRON = frozenset({"checkpoint_version", "args", "iteration"})
+"""Keys of Megatron-LM's files. Source: Megatron-LM `training/checkpointing.py` (`generate_state_dict`)."""
+_BESIDE = "it lies beside the model's file, and nothing reads it"
+_BESIDE_MODEL = "it lies beside pytorch_model_fsdp.bin, from which the weights are read"
+_MODEL_FILES = "configuration and tokenizer: --model-files with this directory copies them beside weights"
+_DIRECTORY = "name the directory that holds it"
+_LEAST_DIMS = 2
+"""The dimensions of a matrix: vectors of different layers are often equal, and none is tied."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensor:
+    """A tensor of the model, and where a file holds it."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    file: SourceFile
+    at: int
+    """Byte offset of the first element in the file."""
+    stride: tuple[int, ...] | None
+    """Strides in elements; None if it is packed."""
+    place: object = None
+    """A key that is equal for two tensors of one memory of the run; None if the file does not tell."""
+    sums: object = None
+    """A key that is equal for matrices of equal bytes; None if the file has no sum of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """A value, the file that holds it, and its place in it."""
+
+    node: Node
+    parsed: TorchFile
+    key: str = ""
+    """Its key in the file; empty for the whole value."""
+
+    @property
+    def what(self) -> str:
+        """Its place for messages."""
+        name = printable(self.parsed.file.name)
+        return f"{name}: {printable(self.key)}" if self.key else name
+
+
+@dataclass(slots=True)
+class Opened:
+    """All that the files hold, by what it is."""
+
+    label: str
+    """The format's name for people."""
+    tensors: dict[str, WholeTensor]
+    """The model's tensors by name, in the order of the files."""
+    files: list[SourceFile]
+    """Files of the model; those of other values are added where they are carried."""
+    others: tuple[str, ...] = ()
+    """Entries of the model's state dict that are no tensors, and unknown."""
+    extra_states: dict[str, InFile] = field(default_factory=dict[str, InFile])
+    shared: dict[str, str] = field(default_factory=dict[str, str])
+    """Tied names that are in no file, each with its owner."""
+    ordered: bool = True
+    """True if the files keep the model's order."""
+    counts_model: bool = True
+    """True if an optimizer of one group is taken to be made of `model.parameters()`."""
+    by_model: bool = False
+    """True for Lightning, which may number the model's parameters over all groups."""
+    names_alone: bool = False
+    """True if an optimizer that numbers parameters, or has other names, is none of these weights'."""
+    optimizer: InFile | None = None
+    optimizers: int = 0
+    """Number of optimizers in the files."""
+    schedulers: dict[str, InFile] = field(default_factory=dict[str, InFile])
+    client_state: dict[str | int, InFile] = field(default_factory=dict[str | int, InFile])
+    rng: list[InFile] = field(default_factory=list[InFile])
+    """Random states by rank."""
+    texts: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    steps: int | None = None
+    not_carried: list[NotCarried] = field(default_factory=list[NotCarried])
+    undecided: list[Undecided] = field(default_factory=list[Undecided])
+    warnings: list[str] = field(default_factory=list[str])
+
+    @property
+    def torch_files(self) -> list[TorchFile]:
+        """The parsed files of all values that may be carried."""
+        held = [*self.extra_states.values(), *self.schedulers.values(), *self.client_state.values(), *self.rng]
+        held += [] if self.optimizer is None else [self.optimizer]
+        return [*{v.parsed.file: v.parsed for v in held}.values()]
+
+
+# Tensors of a model in a file of torch.
+
+
+def _add_model(found: Opened, node: Node, parsed: TorchFile, what: str) -> None:
+    """Add the entries of a model's state dict.
+
+    Raises:
+        SourceError: `checkpoint.incomplete` for a shard, `source.unsupported` for other tensors that are no plain ones.
+    """
+    others: list[str] = []
+    for key, value in mapping_items(node, what=what).items():
+        name = str(key)
+        if isinstance(value, PTensor):
+            found.tensors[name] = whole_tensor(value, parsed)
+        elif is_extra_state(name):
+            found.extra_states[name] = InFile(value, parsed, name)
+        elif (made := made_of_tensors(value)) is None:
+            others.append(printable(name))
+        elif made.kind.dotted in SHARDED_NAMES:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{what}: {printable(name)} is a {made.kind.name}, of which one rank's file holds the rank's share; "
+                "there are the files of a run of 2 ranks or more, or a mesh of one",
+                fix="name the directory with the files of all ranks, or save full tensors (full_tensor())",
+            )
+        else:
+            raise SourceError(
+                "source.unsupported",
+                f"{what}: {printable(name)} is a {printable(made.kind.dotted)}, a tensor that is made of others",
+                fix="save it as a plain tensor (dequantized), or name the directory of an older save",
+            )
+    found.others = (*found.others, *others)
+
+
+def whole_tensor(tensor: PTensor, parsed: TorchFile) -> WholeTensor:
+    """The place of a tensor in its file."""
+    dtype, stride = BY_NAME[tensor.dtype], None if is_packed(tensor.shape, tensor.stride) else tensor.stride
+    if not tensor.numel:
+        return WholeTensor(dtype, tensor.shape, parsed.file, 0, None)
+    record, at = parsed.storage_extent(tensor.storage), parsed.tensor_offset(tensor)
+    begins = stride is None and record.offset == at  # FSDP2 pads storages at their ends
+    known = begins and record.crc32 is not None and len(tensor.shape) >= _LEAST_DIMS
+    sums = (dtype.name, tensor.shape, record.length_bytes, record.crc32) if known else None
+    return WholeTensor(dtype, tensor.shape, parsed.file, at, stride, (parsed.file.name, *place_of(tensor)), sums)
+
+
+# One file of `torch.save`.
+
+
+def may_be_single(name: str) -> bool:
+    """True for the name of a file that may hold a model and its optimizer together."""
+    return name.endswith(_SINGLE) and not is_companion(name) and name not in (OPTIMIZER, RECIPE)
+
+
+def open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
+    """What one file of `torch.save` holds.
+
+    Raises:
+        SourceError: `source.unknown_kind` for a file without a model, `checkpoint.ambiguous` for models under other
+            keys than the usual ones, `source.unsupported` for a rank's file of Megatron-LM.
+        RequestError: `request.invalid` for keys that are not there.
+    """
+    parsed = open_torch_file(file, ledger)
+    name = printable(file.name)
+    if not is_mapping(parsed.root):
+        raise SourceError("source.unknown_kind", f"{name} holds {kind_of(parsed.root)}, no mapping", fix=_DIRECTORY)
+    root = mapping_items(parsed.root, what=name)
+    if _is_model(parsed.root):
+        found = Opened("full-torch", {}, [parsed.file])
+        _add_model(found, parsed.root, parsed, name)
+        _refuse_keys(choices, {"model_key", "optimizer_key", "scheduler_key"}, f"{name} is a state dict alone")
+        return found
+    if root.keys() >= _OF_MEGATRON:
+        raise SourceError(
+            "source.unsupported",
+            f"{name} is a file of Megatron-LM, of one rank of its model parallelism",
+            fix="convert it with Megatron's own tools to Hugging Face weights, and name that directory",
+        )
+    sections = _Sections.of(root)
+    lightning = _LIGHTNING in root
+    found = Opened("full-lightning" if lightning else "full-torch", {}, [parsed.file], by_model=lightning)
+    model = _chosen_model(sections, choices.model_key, found, name)
+    _add_model(found, sections.models[model], parsed, f"{name}: {printable(model)}")
+    found.not_carried += named((k for k in sections.models if k != model), OF_ANOTHER)
+    _choose_optimizer(sections, choices.optimizer_key, found, parsed)
+    found.schedulers = {key: InFile(node, parsed, key) for key, node in sections.schedulers.items()}
+    found.client_state = {key: InFile(node, parsed, str(key)) for key, node in sections.rest.items()}
+    steps = root.get(_STEP)
+    found.steps = steps if lightning and type(steps) is int else None
+    return found
+
+
+@dataclass(slots=True)
+class _Sections:
+    """The entries of a file by what they are."""
+
+    models: dict[str, Node] = field(default_factory=dict[str, Node])
+    optimizers: dict[str, Node] = field(default_factory=dict[str, Node])
+    schedulers: dict[str, Node] = field(default_factory=dict[str, Node])
+    rest: dict[str | int, Node] = field(default_factory=dict[str | int, Node])
+
+    @classmethod
+    def of(cls, root: Mapping[str | int, Node]) -> _Sections:
+        found = cls()
+        for key, node in root.items():
+            below = dict(_below(key, node))
+            if is_optimizer(node):
+                found.optimizers[str(key)] = node
+            elif _is_scheduler(node):
+                found.schedulers[str(key)] = node
+            elif _is_model(node):
+                found.models[str(key)] = node
+            elif below and all(map(is_optimizer, below.values())):
+                found.optimizers |= below
+            elif below and all(map(_is_scheduler, below.values())):
+                found.schedulers |= below
+            else:
+                found.rest[key] = node
+        return found
+
+
+def _below(key: str | int, node: Node) -> Iterable[tuple[str, Node]]:
+    """The items of a list or a mapping, each with its place."""
+    if isinstance(node, PList | PTuple):
+        yield from ((f"{key}.{number}", item) for number, item in enumerate(node.items))
+    else:
+        yield from ((f"{key}.{k}", item) for k, item in _entries(node).items())
+
+
+def _entries(node: Node) -> dict[str | int, Node]:
+    """The entries of a mapping with plain keys; none of any other value, such as a script's mapping of tuples."""
+    try:
+        return mapping_items(node, what="a value")
+    except SourceError:
+        return {}
+
+
+def _is_scheduler(node: Node) -> bool:
+    return bool(_entries(node)) and is_scheduler(node)
+
+
+def _is_model(node: Node) -> bool:
+    """True for the state dict of a module: names, each with a tensor, at least one of floats."""
+    items = _entries(node)
+    tensors = {k: v for k, v in items.items() if isinstance(v, PTensor) or made_of_tensors(v) is not None}
+    floats = any(not isinstance(v, PTensor) or BY_NAME[v.dtype].floating for v in tensors.values())
+    return floats and all(isinstance(k, str) and (k in tensors or is_extra_state(k)) for k in items)
+
+
+def _chosen_model(sections: _Sections, asked: str | None, found: Opened, name: str) -> str:
+    """The key of the model: the only usual one, or the user's choice."""
+    models = sections.models
+    flags = [f"--model-key {printable(key)}" for key in models]
+    if asked is not None:
+        if asked not in models:
+            text = f"no model is called {printable(asked)!r} in {name}; there is {listed(list(models)) or 'none'}"
+            raise RequestError("request.invalid", text, fix=", or ".join(flags[:3]) or "leave --model-key out")
+        return asked
+    usual = [key for key in _MODELS if key in models]
+    if not usual and models:
+        text = f"{name} holds no `model`, and {listed(list(map(printable, models)))} may be it"
+        raise SourceError("checkpoint.ambiguous", text, fix=", or ".join(flags[:3]))
+    if not usual:
+        rest = [printable(str(k)) for k in (*sections.optimizers, *sections.schedulers, *sections.rest)]
+        text = f"{name} has the keys {listed(rest) or 'none'}, and no state dict of a model is among them"
+        fix = f"{_DIRECTORY}, or a file that holds the model, too"
+        raise SourceError("source.unknown_kind", text, fix=fix)
+    first = {plain_name(str(k)) for k in mapping_items(models[usual[0]], what=usual[0])}
+    like = [k for k in models if k in usual or first & {*map(plain_name, _names(models[k]))}]
+    if len(like) > 1:
+        text = f"{name} holds {len(like)} models with the same names: {listed(list(map(printable, like)))}"
+        fix = ", or ".join(f"--model-key {printable(key)}" for key in like[:3])
+        found.undecided.append(Undecided(Question.MODEL, text, fix))
+    return usual[0]
+
+
+def _names(model: Node) -> list[str]:
+    return [str(key) for key in mapping_items(model, what="a state dict")]
+
+
+def _choose_optimizer(sections: _Sections, asked: str | None, found: Opened, parsed: TorchFile) -> None:
+    optimizers, found.optimizers = sections.optimizers, len(sections.optimizers)
+    flags = [f"--optimizer-key {printable(key)}" for key in optimizers]
+    if asked is not None and asked not in optimizers:
+        said = listed(list(map(printable, optimizers))) or "none"
+        text = f"no optimizer is called {printable(asked)!r} in {printable(parsed.file.name)}; there is {said}"
+        raise RequestError("request.invalid", text, fix=", or ".join(flags[:3]) or "leave --optimizer-key out")
+    if len(optimizers) > 1 and asked is None:
+        text = f"{printable(parsed.file.name)} holds {len(optimizers)} optimizers: {listed(list(optimizers))}"
+        found.undecided.append(Undecided(Question.OPTIMIZER, text, ", or ".join(flags[:3])))
+        found.not_carried += named(optimizers, OF_ANOTHER)
+    elif optimizers:
+        key = asked or next(iter(optimizers))
+        found.optimizer = InFile(optimizers[key], parsed, key)
+        found.not_carried += named((k for k in optimizers if k != key), OF_ANOTHER)
+
+
+def _refuse_keys(choices: SourceChoices, names: set[str], why: str) -> None:
+    if given := [f"--{n.replace('_', '-')}" for n in choices.given() if n in names]:
+        raise RequestError("request.invalid", f"{why}, and {listed(given)} chooses", fix="leave it out")
+
+
+# Two files, with those of a trainer beside them.
+
+
+def holds_weights_with_optimizer(listing: Listing) -> bool:
+    """True for weights of `save_pretrained` with the Trainer's optimizer, or the state of torchtune, beside them."""
+    names = listing.by_name
+    if OPTIMIZER not in names and RECIPE not in names:
+        return False
+    return any(n in names for n in (*_usual("model", ".safetensors"), *_usual("pytorch_model", ".bin")))
+
+
+def _usual(stem: str, suffix: str) -> tuple[str, str]:
+    return f"{stem}{suffix}", f"{stem}{suffix}.index.json"
+
+
+def open_pair(location: Location, listing: Listing, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
+    """What the full files of one model and of the optimizer with its number hold, and those beside them.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous` for several models; as `read_companions`.
+        RequestError: `request.invalid` for a model that is not there.
+    """
+    infos = listing.by_name
+    held = {(m[1], int(m[2] or 0)): n for n in infos if (m := FULL.fullmatch(n)) is not None}
+    models = {name.removesuffix(".bin"): number for (kind, number), name in held.items() if kind != OPTIMIZERS}
+    chosen = _chosen_of_several(location, sorted(models, key=lambda name: models[name]), choices.model_key)
+    optimizer = held.get((OPTIMIZERS, models[chosen]))
+    names = [f"{chosen}.bin", *([] if optimizer is None else [optimizer])]
+    known = OpaqueLedger(ledger.policy, ledger.foreign, SHARDED_NAMES)
+    parsed = open_all(
+        [SourceFile(location.store, n, (infos[n],)) for n in names], lambda file: open_torch_file(file, known)
+    )
+    trainer = not infos.keys().isdisjoint((TRAINER_STATE, ARGUMENTS))
+    found = Opened(f"fsdp-full-{'trainer' if trainer else 'accelerate'}", {}, [parsed[0].file], counts_model=False)
+    _add_model(found, parsed[0].root, parsed[0], printable(names[0]))
+    found.optimizer = InFile(parsed[1].root, parsed[1]) if optimizer is not None else None
+    found.optimizers = sum(kind == OPTIMIZERS for kind, _ in held)
+    reasons = {n: OF_ANOTHER for n in held.values() if n not in names}
+    reasons |= {n: _BESIDE_MODEL for n in infos if n.startswith(("model", "adapter_model")) and ".safetensors" in n}
+    _add_companions(found, location, listing, ledger, reasons, read={*names})
+    return found
+
+
+def _chosen_of_several(location: Location, models: Sequence[str], model_key: str | None) -> str:
+    """The only model, or the one that the user chose."""
+    fix = ", or ".join(f"--model-key {m}" for m in models[:3])
+    if model_key is None and len(models) > 1:
+        text = f"{printable(location.url)} holds {len(models)} models: {listed(models)}"
+        raise SourceError("checkpoint.ambiguous", text, fix=fix)
+    chosen = models[0] if model_key is None else model_key
+    if chosen not in models:
+        text = f"no model is called {printable(chosen)!r} here; there is {listed(models)}"
+        raise RequestError("request.invalid", text, fix=fix)
+    return chosen
+
+
+def open_weights_with_optimizer(
+    location: Location, listing: Listing, ledger: OpaqueLedger, choices: SourceChoices
+) -> Opened:
+    """What weights of `save_pretrained`, the optimizer beside them and a trainer's other files hold.
+
+    Raises:
+        SourceError: As `open_weights` and `read_companions`.
+        RequestError: `request.invalid` for a choice of a model or an optimizer: there is one.
+    """
+    infos = listing.by_name
+    _refuse_keys(choices, {"model_key", "optimizer_key"}, f"{printable(location.url)} holds one model")
+    recipe = OPTIMIZER not in infos
+    safe = any(n in infos for n in _usual("model", ".safetensors"))
+    if safe:
+        weights = open_weights(location, safetensors_files(listing), parse_safetensors, preferred="model")
+    else:
+        weights = open_weights(
+            location, torch_weight_files(listing), lambda f: parse_torch_weights(f, ledger), preferred="pytorch_model"
+        )
+    found = _of_weights(weights, ordered=not safe)
+    trainer = not infos.keys().isdisjoint((TRAINER_STATE, ARGUMENTS))
+    found.label = "full-torchtune" if recipe else "full-trainer" if trainer else "full-weights"
+    name = RECIPE if recipe else OPTIMIZER
+    parsed = open_torch_file(SourceFile(location.store, name, (infos[name],)), ledger)
+    if recipe:
+        _add_recipe(found, parsed)
+    else:
+        found.optimizer, found.optimizers = InFile(parsed.root, parsed), 1
+    read = {name, *(s.file.name for s in weights.shards)}
+    read |= set() if weights.index is None else {weights.index.name}
+    _add_companions(found, location, listing, ledger, {}, read=read)
+    return found
+
+
+def _of_weights(weights: OpenedWeights, *, ordered: bool) -> Opened:
+    found = Opened("", {}, [s.file for s in weights.shards], ordered=ordered, counts_model=False)
+    for shard in weights.shards:
+        for held in shard.tensors:
+            stride = held.stride if held.stride is not None and not is_packed(held.shape, held.stride) else None
+            found.tensors[held.name] = WholeTensor(held.dtype, held.shape, shard.file, held.offset, stride)
+        if (parsed := shard.torch_file) is not None:
+            found.extra_states |= {n: InFile(node, parsed, n) for n, node in shard.extra_states.items()}
+    found.shared = dict(weights.shared)
+    found.not_carried += named((f"__metadata__.{key}" for key in weights.rest), METADATA)
+    return found
+
+
+def _add_recipe(found: Opened, parsed: TorchFile) -> None:
+    """The state of a recipe of torchtune: its optimizer is of these weights if it names the same parameters.
+
+    torchtune trains under names of its own, and turns the rows of query and key for Hugging Face's weights. So numbers,
+    and names that the weights do not have, say nothing about these tensors.
+
+    Source: torchtune 0.6 `training/checkpointing/_checkpointer.py`, `models/convert_weights.py` (`tune_to_hf`).
+    """
+    for key, node in mapping_items(parsed.root, what=RECIPE).items():
+        if is_optimizer(node):
+            found.optimizer, found.optimizers = InFile(node, parsed, str(key)), found.optimizers + 1
+        elif is_scheduler(node):
+            found.schedulers[str(key)] = InFile(node, parsed, str(key))
+        elif node is not None:
+            found.client_state[key] = InFile(node, parsed, str(key))
+    found.names_alone = True
+
+
+def _add_companions(
+    found: Opened,
+    location: Location,
+    listing: Listing,
+    ledger: OpaqueLedger,
+    reasons: Mapping[str, str],
+    *,
+    read: set[str],
+) -> None:
+    """A trainer's files beside those of the model and the optimizer, and the names of all others."""
+    companions = read_companions(location, listing, ledger)
+    found.schedulers |= {p.file.name: InFile(node, p) for p, node in companions.schedulers}
+    found.rng = [InFile(p.root, p) for p, _ in companions.rng]
+    found.client_state |= {name: InFile(node, p, name) for p, name, node in companions.client_state}
+    found.texts, found.steps = companions.texts, companions.steps
+    said = {
+        n: _MODEL_FILES for n in listing.by_name if n.endswith(".json") and (n == "config.json" or "tokenizer" in n)
+    }
+    said |= {**reasons, **MADE_ANEW}
+    rest = beside(listing, read.__contains__, companions=True, reasons=said, otherwise=_BESIDE)
+    found.not_carried += [*companions.not_carried, *rest]
