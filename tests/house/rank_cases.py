@@ -34,6 +34,12 @@ class RankCase:
         place = self.folder / "ckpt" / self.facts.get("load_from", "")
         return max(place.glob("checkpoint-*"), default=place)
 
+    @property
+    def file(self) -> Path:
+        """The only file of the checkpoint."""
+        (found,) = (self.folder / "ckpt").iterdir()
+        return found
+
 
 def rank_case(name: str, place: Path) -> RankCase:
     """The checkpoint with this name, unpacked in `place`; the test is skipped if it is not here."""

@@ -11,7 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -100,6 +105,50 @@ def resume(path: str, framework: str, case: dict[str, Any], out: str) -> dict[st
         save_file({k: v.detach().contiguous().clone() for k, v in whole.items()}, out)
     losses = [_step(model, optimizer, scheduler, number) for number in range(_STEPS, 2 * _STEPS)]
     return {"losses": losses, "rates": rates, "random_sum": random_sum}
+
+
+class _Net(nn.Module):
+    """A module that holds the model under a name, as a module of Lightning does."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.net(**inputs)
+
+
+def resume_shards(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
+    """Goes on with a run of whole tensors from a distributed checkpoint, under FSDP2, for three steps.
+
+    Args:
+        path: The distributed checkpoint, with the keys of `get_state_dict`.
+        case: How the model was made: `kind`, `tied`, `buffers`, `light`.
+        out: Where the first rank leaves what was loaded, gathered, by the truth's names.
+
+    Returns:
+        Losses, and learning rates before the steps.
+    """
+    rank, world = start_world()
+    mesh = init_device_mesh("cpu", (world,))
+    inner = _model(case)
+    for layer in inner.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh)
+    model = _Net(inner) if case.get("light") else inner
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(_groups(model, verl=False), lr=2e-3, betas=(0.9, 0.98))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": of_model, "optimizer": of_optimizer, "lr_scheduler": scheduler.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    scheduler.load_state_dict(state["lr_scheduler"])
+    rates = [group["lr"] for group in optimizer.param_groups]
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in _held(model, optimizer).items()}
+    if rank == 0:
+        save_file({k: v.detach().contiguous().clone() for k, v in whole.items()}, out)
+    losses = [_step(model, optimizer, scheduler, number) for number in range(_STEPS, 2 * _STEPS)]
+    return {"losses": losses, "rates": rates}
 
 
 def _warm_up(step: int) -> float:

@@ -1,11 +1,55 @@
-"""The names of parameters that an optimizer numbers, as far as the shapes of its states leave one way to name them."""
+"""Optimizers as `Optimizer.state_dict()` saves them, and names of the parameters that they number.
+
+Names are proven as far as the shapes of the states leave one way to give them.
+
+Source: torch 2.13.0 `optim/optimizer.py` (`state_dict`).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+from reshard.errors import SourceError
+from reshard_engine.pickles.nodes import Node, PList, PTuple, mapping_items
 
 Shape = tuple[int, ...]
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+def entries_of(node: Node) -> dict[str | int, Node]:
+    """The entries of a mapping with plain keys; none of any other value, such as a script's mapping of tuples."""
+    try:
+        return mapping_items(node, what="a value")
+    except SourceError:
+        return {}
+
+
+def below(key: str | int, node: Node) -> Iterator[tuple[str, Node]]:
+    """The items of a list or a mapping, each with its place."""
+    if isinstance(node, PList | PTuple):
+        yield from ((f"{key}.{number}", item) for number, item in enumerate(node.items))
+    else:
+        yield from ((f"{key}.{k}", item) for k, item in entries_of(node).items())
+
+
+def is_optimizer(node: Node) -> bool:
+    """True for the state dict of an optimizer: a mapping with `state` and `param_groups`."""
+    return {STATE, GROUPS} <= entries_of(node).keys()
+
+
+def optimizers_in(root: Node) -> list[Node]:
+    """The state dicts of optimizers in a file's mapping: its entries, and the items of lists and mappings in it."""
+    found: list[Node] = []
+    for key, node in entries_of(root).items():
+        found += [node] if is_optimizer(node) else [item for _, item in below(key, node) if is_optimizer(item)]
+    return found
+
+
+def numbers_parameters(optimizer: Node) -> bool:
+    """True if an optimizer's states are keyed by numbers, as `Optimizer.state_dict()` keys them."""
+    states = entries_of(entries_of(optimizer)[STATE])
+    return bool(states) and all(type(key) is int for key in states)
 
 
 def only_way(wanted: Sequence[Shape | None], shapes: Mapping[str, Shape]) -> list[str] | None:

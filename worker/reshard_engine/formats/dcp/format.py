@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from reshard.dcp_options import DcpOptions, MissingMoments
+from reshard.dcp_options import DcpOptions, Framework, MissingMoments
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint, Question
@@ -14,7 +14,13 @@ from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.dcp.facts import DATA_FILE, METADATA, SHARD_FILE, SUFFIX, DcpFacts, facts_of
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
 from reshard_engine.formats.dcp.reader.tensors import HuggingFaceShardsReader
-from reshard_engine.formats.dcp.state_tree import TorchSaveWriter, read_state_tree, read_torch_tree
+from reshard_engine.formats.dcp.state_tree import (
+    TorchSaveWriter,
+    optimizers_of,
+    other_keys,
+    read_state_tree,
+    read_torch_tree,
+)
 from reshard_engine.formats.dcp.writer.writer import DcpWriter
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.formats.trainer_files import read_companions, trainer_facts
@@ -58,7 +64,12 @@ class Dcp(Format):
         if request.to == "torch_save":
             return replace(read_state_tree(place, ledger), family=self.name)
         info = place.store.stat(place.path)
-        return None if info is None else replace(read_torch_tree(place, info, ledger), family=self.name)
+        if info is None:
+            return None
+        tree = read_torch_tree(place, info, ledger)
+        # Whoever asks for a framework's keys, or says an order, wants the training state, not the tree as it is.
+        asked = other_keys(request.options.of(DcpOptions)) or request.source.given()
+        return None if asked and optimizers_of(tree) else replace(tree, family=self.name)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint, unless the request refuses parameters without optimizer states."""
@@ -103,9 +114,12 @@ class Dcp(Format):
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """A distributed checkpoint of any source."""
-        refusal = tried.refusal("dcp")
+        refusal, read = tried.refusal("dcp"), tried.checkpoint
         if refusal is None:
-            return [tried.possible("dcp", "any mesh; keys of --framework", "--to dcp")]
+            # A file keeps its own keys unless a framework is named.
+            file = len(read.files) == 1 and read.url == read.files[0].objects[0].path
+            flags = f"--to dcp --framework {Framework.STATE_DICT}" if file else "--to dcp"
+            return [tried.possible("dcp", "any mesh; keys of --framework", flags)]
         return [tried.impossible("dcp", refusal)]
 
 

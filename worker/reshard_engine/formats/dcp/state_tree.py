@@ -18,6 +18,7 @@ from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.reader.reader import saved_state_in
 from reshard_engine.formats.dcp.reader.saved_state import CarriedValues, SavedTensor, nested, open_values
 from reshard_engine.formats.dcp.reader.tensors import ChunkTensors
+from reshard_engine.formats.numbered import optimizers_in
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PTensorRef, collector_paused, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -87,6 +88,16 @@ def read_torch_tree(location: Location, info: ObjectInfo, ledger: OpaqueLedger) 
         builder = ShardMapBuilder()
         tree = CarriedValues(builder).carried(parsed, 0)
     return _checkpoint(location, (parsed.file,), builder, tree, ledger)
+
+
+def optimizers_of(checkpoint: Checkpoint) -> list[Node]:
+    """The state dicts of optimizers in a tree that was read as it is."""
+    return optimizers_in(checkpoint.facts.tree) if isinstance(checkpoint.facts, StateTree) else []
+
+
+def other_keys(options: DcpOptions) -> list[str]:
+    """The options that ask for other keys than those that a file has, by their names."""
+    return [name for name in options.given() if name not in ("files", "missing_moments")]
 
 
 def _checkpoint(

@@ -15,7 +15,7 @@ optimizer number i is of model number i); transformers 5.23.0 `trainer.py` (`_sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.errors import RequestError, SourceError, listed, printable
@@ -25,8 +25,8 @@ from reshard_engine.checkpoint import Question, Undecided
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file, place_of
 from reshard_engine.formats.carried import OF_ANOTHER, named
-from reshard_engine.formats.full_state_dict.optimizer import is_optimizer
 from reshard_engine.formats.model_weights import SHARDED_NAMES, plain_name
+from reshard_engine.formats.numbered import below, entries_of, is_optimizer
 from reshard_engine.formats.trainer_files import (
     ARGUMENTS,
     FULL,
@@ -47,7 +47,7 @@ from reshard_engine.formats.weight_files import (
     safetensors_files,
     torch_weight_files,
 )
-from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, is_mapping, kind_of, mapping_items
+from reshard_engine.pickles.nodes import Node, PTensor, is_mapping, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rebuild import made_of_tensors
 from reshard_engine.pickles.trees import is_extra_state
@@ -254,45 +254,29 @@ class _Sections:
     def of(cls, root: Mapping[str | int, Node]) -> _Sections:
         found = cls()
         for key, node in root.items():
-            below = dict(_below(key, node))
+            inner = dict(below(key, node))
             if is_optimizer(node):
                 found.optimizers[str(key)] = node
             elif _is_scheduler(node):
                 found.schedulers[str(key)] = node
             elif _is_model(node):
                 found.models[str(key)] = node
-            elif below and all(map(is_optimizer, below.values())):
-                found.optimizers |= below
-            elif below and all(map(_is_scheduler, below.values())):
-                found.schedulers |= below
+            elif inner and all(map(is_optimizer, inner.values())):
+                found.optimizers |= inner
+            elif inner and all(map(_is_scheduler, inner.values())):
+                found.schedulers |= inner
             else:
                 found.rest[key] = node
         return found
 
 
-def _below(key: str | int, node: Node) -> Iterable[tuple[str, Node]]:
-    """The items of a list or a mapping, each with its place."""
-    if isinstance(node, PList | PTuple):
-        yield from ((f"{key}.{number}", item) for number, item in enumerate(node.items))
-    else:
-        yield from ((f"{key}.{k}", item) for k, item in _entries(node).items())
-
-
-def _entries(node: Node) -> dict[str | int, Node]:
-    """The entries of a mapping with plain keys; none of any other value, such as a script's mapping of tuples."""
-    try:
-        return mapping_items(node, what="a value")
-    except SourceError:
-        return {}
-
-
 def _is_scheduler(node: Node) -> bool:
-    return bool(_entries(node)) and is_scheduler(node)
+    return bool(entries_of(node)) and is_scheduler(node)
 
 
 def _is_model(node: Node) -> bool:
     """True for the state dict of a module: names, each with a tensor, at least one of floats."""
-    items = _entries(node)
+    items = entries_of(node)
     tensors = {k: v for k, v in items.items() if isinstance(v, PTensor) or made_of_tensors(v) is not None}
     floats = any(not isinstance(v, PTensor) or BY_NAME[v.dtype].floating for v in tensors.values())
     return floats and all(isinstance(k, str) and (k in tensors or is_extra_state(k)) for k in items)

@@ -27,7 +27,7 @@ from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import ParamGroup, Question, Scalar, Undecided
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.model_weights import checked_state, plain_name
-from reshard_engine.formats.numbered import Shape, in_models_order, only_way
+from reshard_engine.formats.numbered import GROUPS, PARAMS, STATE, Shape, in_models_order, only_way
 from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import foreign_paths
 from reshard_engine.tensors.dtypes import BY_NAME
@@ -36,7 +36,6 @@ Order = ParamOrder | tuple[str, ...] | None
 """The user's word on the order of an optimizer's parameters."""
 Key = str | int
 """The optimizer's key of a parameter: its name, or its number."""
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _NAMES = "param_names"
 _STEP = "step"
 _ADAPTER = (".lora_", ".modules_to_save.")
@@ -90,14 +89,6 @@ class _Unread(Exception):  # noqa: N818 - the optimizer stays unread, which is n
     def __init__(self, text: str, fix: str, question: Question = Question.ORDER) -> None:
         super().__init__(text)
         self.text, self.fix, self.question = text, fix, question
-
-
-def is_optimizer(node: Node) -> bool:
-    """True for the state dict of an optimizer: a mapping with `state` and `param_groups`."""
-    try:
-        return {STATE, GROUPS} <= mapping_items(node, what="an optimizer").keys()
-    except SourceError:
-        return False
 
 
 def unread_optimizer(text: str, fix: str, question: Question) -> ReadOptimizer:

@@ -20,7 +20,7 @@ from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.formats import carried
 from reshard_engine.formats.dcp.facts import DcpFacts, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, plain_scheduler
-from reshard_engine.formats.dcp.state_tree import StateTree
+from reshard_engine.formats.dcp.state_tree import StateTree, optimizers_of, other_keys
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
 from reshard_engine.formats.dcp.writer.state_dict import (
     KeyPath,
@@ -31,6 +31,7 @@ from reshard_engine.formats.dcp.writer.state_dict import (
     TensorEntry,
     key_of,
 )
+from reshard_engine.formats.numbered import numbers_parameters
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.formats.trainer_files import META, RANK_STATES, TRAINER_STATE, is_scheduler, trainer_facts
 from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of, node_of
@@ -279,11 +280,16 @@ class DcpWriter:
         return TargetLayout(tuple(ordered), None, tuple(warnings), not_carried=left_out)
 
 
+_NUMBERS = (
+    "the file keeps its own keys, and its optimizer numbers parameters, which FSDP2 does not load; to give them names: "
+    f"--framework {Framework.STATE_DICT}"
+)
+
+
 def _lay_out_tree(checkpoint: Checkpoint, tree: Node, request: ConvertRequest) -> TargetLayout:
     """A state dict that was saved as one file, under its own keys."""
     options = request.options.of(DcpOptions)
-    given = [f"--{n.replace('_', '-')}" for n in options.given() if n not in ("files", "missing_moments")]
-    if given:
+    if given := [f"--{n.replace('_', '-')}" for n in other_keys(options)]:
         raise RequestError(
             "request.invalid",
             f"a file of torch.save keeps its own keys, and {listed(given)} asks for others",
@@ -293,7 +299,8 @@ def _lay_out_tree(checkpoint: Checkpoint, tree: Node, request: ConvertRequest) -
     items = mapping_items(tree, what="the state dict").items()
     entries = [entry for key, node in items for entry in state_dict.values((str(key),), node)]
     shards = Shards(ShardOptions(checkpoint.shard_map, request.opaque, options.files))
-    return TargetLayout(tuple(shards.lay_out(entries)), None)
+    numbered = any(map(numbers_parameters, optimizers_of(checkpoint)))
+    return TargetLayout(tuple(shards.lay_out(entries)), None, (_NUMBERS,) if numbered else ())
 
 
 class _LaidOut:

@@ -1,0 +1,242 @@
+"""Training files with whole tensors: read as the live run had them, and gone on with by torch on other ranks.
+
+DDP's file and Lightning's are real ones with the truth of their runs (`house.rank_cases`). The Trainer's and that of
+ZeroRedundancyOptimizer are made here, by the frameworks, in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import reshard
+from house.promises import command
+from house.rank_cases import RankCase, rank_case
+from house.repository import ROOT
+from oracle.dcp_driver import TIMEOUT_S, FsdpOracle
+from oracle.whole_tensors import differences, named, whole
+
+PAGE = ROOT / "docs" / "formats" / "full-state-dict.md"
+REAL: dict[str, dict[str, Any]] = {
+    "ddp_plain_w2": {"param_order": "groups", "buffers": "table,*.b16"},
+    "light_ddp_w2": {"param_order": "groups"},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("full_files")
+
+
+def written(source: Path, target: Path, **options: Any) -> dict[str, Any]:
+    reshard.convert(source, target, to="dcp", grammar="state-dict", progress=False, **options)
+    return whole(target)
+
+
+def groups_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in found["optimizer"]["param_groups"]]
+    return list(json.loads(json.dumps(groups)))
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_each_tensor_state_and_group_is_that_of_the_run(name: str, place: Path, tmp_path: Path) -> None:
+    case = rank_case(name, place)
+    found = written(case.file, tmp_path / "dcp", **REAL[name])
+    assert differences(case, named(found)) == []
+    assert groups_of(found) == case.facts["groups"]
+    saved = torch.load(case.file, weights_only=False)
+    said = saved["scheduler"] if "scheduler" in saved else saved["lr_schedulers"][0]
+    assert found["lr_scheduler"] == said
+    # The directory is the file, as the only one in it.
+    sides = {f"{n}_{side}": v for n, v in REAL[name].items() for side in "ab"}
+    assert reshard.diff(case.file, case.file.parent, progress=False, **sides).equal
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_run_goes_on_under_fsdp2_on_other_ranks(name: str, place: Path, tmp_path: Path, fsdp: FsdpOracle) -> None:
+    case, out = rank_case(name, place), tmp_path / "loaded.safetensors"
+    written(case.file, tmp_path / "dcp", **REAL[name])
+    jobs = {"path": str(tmp_path / "dcp"), "case": case.facts["case_args"], "out": str(out)}
+    found = fsdp.worlds.run("oracle.fsdp_ranks_load:resume_shards", world=3, timeout_s=TIMEOUT_S, **jobs)
+    assert differences(case, load_file(out)) == []
+    assert all(f["rates"] == [g["lr"] for g in case.facts["groups"]] for f in found)
+    assert [f["losses"] for f in found] == [pytest.approx(case.facts["losses_after"], abs=2e-6)] * 3
+
+
+def model_order(case: RankCase) -> list[str]:
+    """The names in the optimizer's order, by the rule of the script that made the case: vectors first."""
+    saved = torch.load(case.file, weights_only=False)
+    model = saved.get("model") or saved["state_dict"]
+    skipped = {k.removesuffix("/buffer") for k in case.facts["buffers"]} | {*case.facts.get("tied", {})}
+    names = [n for n in model if n not in skipped]
+    return [*(n for n in names if model[n].dim() < 2), *(n for n in names if model[n].dim() >= 2)]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_file_with_the_order_says_the_same_as_the_rule(name: str, place: Path, tmp_path: Path) -> None:
+    case, order = rank_case(name, place), tmp_path / "order.txt"
+    order.write_text("".join(f"{n}\n" for n in model_order(case)))
+    zero = {"to": "zero", "dp": 3, "zero_stage": "2"}
+    reshard.convert(case.file, tmp_path / "a" / "s", progress=False, **zero, **REAL[name])
+    said: dict[str, Any] = {**REAL[name], "param_order": str(order)}
+    reshard.convert(case.file, tmp_path / "b" / "s", progress=False, **zero, **said)
+    assert reshard.diff(tmp_path / "a", tmp_path / "b", progress=False).equal
+    order.write_text("".join(f"{n}\n" for n in reversed(model_order(case))))
+    with pytest.raises(reshard.ReshardError, match="--param-order: the optimizer's number 0 has states of"):
+        reshard.convert(case.file, tmp_path / "c" / "s", progress=False, **zero, **said)
+
+
+# The Trainer without FSDP and DeepSpeed.
+
+
+def trained_by_trainer(place: Path) -> Path:
+    """A checkpoint of the Trainer in one process, and its truth beside it, by the names of the model."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(5)
+    config = Qwen2Config(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    rows = [{"input_ids": (row := torch.randint(0, 31, (8,))), "labels": row} for _ in range(8)]
+    arguments = TrainingArguments(
+        output_dir=str(place), max_steps=2, save_steps=2, learning_rate=2e-3, weight_decay=0.1, use_cpu=True,
+        per_device_train_batch_size=4, report_to=[], disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    trainer: Any = Trainer(model=Qwen2ForCausalLM(config), args=arguments, train_dataset=rows)  # type: ignore[arg-type]
+    trainer.train()
+    truth: dict[str, torch.Tensor] = {}
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    for name, parameter in trainer.model.named_parameters():
+        truth[f"{name}/fp32"] = parameter.detach().clone()
+        truth |= {f"{name}/{state}": value.clone() for state, value in optimizer.state[parameter].items()}
+    save_file(truth, place / "truth.safetensors")
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    (place / "groups.json").write_text(json.dumps(groups))
+    return place / "checkpoint-2"
+
+
+@pytest.fixture(scope="module")
+def trainers(place: Path) -> Path:
+    return trained_by_trainer(place / "trainer")
+
+
+def order_of_trainer(checkpoint: Path, out: Path) -> Path:
+    """The optimizer's order, as the lines of Python on the format's page print it."""
+    lines = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    ran = subprocess.run([sys.executable, "-c", lines, str(checkpoint)], check=True, capture_output=True, text=True)
+    out.write_text(ran.stdout)
+    return out
+
+
+def test_the_trainers_optimizer_is_read_in_the_order_of_its_rule(
+    trainers: Path, tmp_path: Path, fsdp: FsdpOracle
+) -> None:
+    code, out, err = command("inspect", str(trainers))
+    assert (code, out.partition("\n")[0]) == (0, "full-trainer, step 2")
+    assert "no training state" not in out + err
+    assert "the weights' files sort their tensors" in out + err
+    order = order_of_trainer(trainers, tmp_path / "order.txt")
+    found = written(trainers, tmp_path / "dcp", param_order=str(order))
+    truth = load_file(trainers.parent / "truth.safetensors")
+    held = {k.replace("/model", "/fp32"): v for k, v in named(found).items()}
+    assert held.keys() == truth.keys()
+    assert all(torch.equal(held[k], v) and held[k].dtype is v.dtype for k, v in truth.items())
+    assert groups_of(found) == json.loads((trainers.parent / "groups.json").read_text())
+    assert found["lr_scheduler"]["last_epoch"] == 2
+    jobs = {
+        "path": str(tmp_path / "dcp"), "expected": str(trainers.parent / "truth.safetensors"), "tied": {},
+        "out": str(tmp_path / "loaded.safetensors"),
+    }  # fmt: skip
+    fsdp.worlds.run("oracle.fsdp_ranks_load:load", world=3, timeout_s=TIMEOUT_S, **jobs)
+    loaded = {k.replace("/model", "/fp32"): v for k, v in load_file(tmp_path / "loaded.safetensors").items()}
+    assert all(torch.equal(loaded[k], v) for k, v in truth.items())
+
+
+def test_the_trainers_numbers_have_no_names_without_a_word(trainers: Path, tmp_path: Path) -> None:
+    for options in ({"to": "dcp"}, {"to": "universal"}, {"to": "dcp", "param_order": "groups"}):
+        with pytest.raises(reshard.ReshardError, match="the weights' files sort their tensors") as caught:
+            reshard.convert(trainers, tmp_path / "no", progress=False, **options)  # type: ignore[arg-type]
+        assert caught.value.code == "checkpoint.ambiguous"
+        assert "--param-order FILE" in (caught.value.fix or "")
+    reshard.convert(trainers, tmp_path / "weights", to="safetensors", model_files=str(trainers), progress=False)
+    weights, saved = (load_file(d / "model.safetensors") for d in (tmp_path / "weights", trainers))
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[n], t) for n, t in saved.items())
+
+
+def test_weights_that_torch_saved_keep_the_models_order(trainers: Path, tmp_path: Path) -> None:
+    """`save_safetensors=False` of older transformers: the groups alone decide, and shapes leave one way."""
+    from transformers import AutoModelForCausalLM
+
+    older = tmp_path / "checkpoint-2"
+    older.mkdir()
+    model = AutoModelForCausalLM.from_pretrained(trainers)
+    torch.save(model.state_dict(), older / "pytorch_model.bin")
+    for file in ("optimizer.pt", "scheduler.pt", "trainer_state.json"):
+        (older / file).write_bytes((trainers / file).read_bytes())
+    found = written(older, tmp_path / "dcp", param_order="groups")
+    truth = load_file(trainers.parent / "truth.safetensors")
+    held = {k.replace("/model", "/fp32"): v for k, v in named(found).items()}
+    assert all(torch.equal(held[k], v) for k, v in truth.items())
+
+
+# ZeroRedundancyOptimizer.
+
+
+@contextmanager
+def alone() -> Generator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_consolidated_optimizer_is_one_like_any_other(tmp_path: Path, fsdp: FsdpOracle) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit.script
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 7), nn.Linear(7, 7))
+    with alone():
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.3)
+        for _ in range(2):
+            model(torch.randn(3, 5)).square().sum().backward()
+            optimizer.step()
+        optimizer.consolidate_state_dict(0)
+        state = {"model": {f"module.{k}": v for k, v in model.state_dict().items()}, "epoch": 4}
+        torch.save({**state, "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+        inner: Any = optimizer.optim
+        truth = {f"{n}/fp32": p.detach().clone() for n, p in model.named_parameters()}
+        truth |= {f"{n}/{k}": v for n, p in model.named_parameters() for k, v in inner.state[p].items()}
+    save_file(truth, tmp_path / "truth.safetensors")
+    result = reshard.convert(
+        tmp_path / "checkpoint.pt", tmp_path / "dcp", to="dcp", grammar="state-dict", progress=False
+    )
+    assert any("numbers are taken for the model's order" in w for w in result.warnings)
+    found = whole(tmp_path / "dcp")
+    assert found["epoch"] == 4
+    held = {k.replace("/model", "/fp32"): v for k, v in named(found).items()}
+    assert held.keys() == truth.keys()
+    assert all(torch.equal(held[k], v) for k, v in truth.items())
+    jobs = {
+        "path": str(tmp_path / "dcp"), "expected": str(tmp_path / "truth.safetensors"), "tied": {},
+        "out": str(tmp_path / "loaded.safetensors"),
+    }  # fmt: skip
+    fsdp.worlds.run("oracle.fsdp_ranks_load:load", world=3, timeout_s=TIMEOUT_S, **jobs)
+    loaded = {k.replace("/model", "/fp32"): v for k, v in load_file(tmp_path / "loaded.safetensors").items()}
+    assert all(torch.equal(loaded[k], v) for k, v in truth.items())
