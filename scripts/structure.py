@@ -140,7 +140,9 @@ def _below(found: list[Module], *packages: str) -> int:
 
 
 AT_MOST = {
-    "modules": 246,  # 240, and the six of ranks' files: a format of its own, read and written, and what it shares
+    # 240, the four of `formats.fsdp_ranks`, the three of `formats.full_state_dict`, and what such formats share:
+    # `dtensors`, `numbered`, `rank_optimizer`, `rank_states`.
+    "modules": 251,
     "modules with one importer, in the same package": 25,
     "files in the largest folder": 15,
     "lines of the longest module": 900,
