@@ -278,7 +278,7 @@ class _Reading:
         sizes = [wanted[n] for n in numbers]
         if self._order is None and (proven := only_way(sizes, shapes)) is not None:
             return proven
-        if self._order is not None:
+        if isinstance(self._order, ParamOrder):
             if (found := self._ordered(numbers, wanted, shapes, self._order)) is not None:
                 return found
             reason = "their shapes leave no way, or several, to name them" if self._model.known else _SORTED
