@@ -24,7 +24,15 @@ from reshard.options import ConversionOptions, FormatOptions, Options, SourceSpe
 from reshard.wire_model import WireModel
 
 ENTRY_POINT_GROUP = "reshard.formats"
-BUILT_IN = ("deepspeed", "fsdp_ranks", "full_state_dict", "weights", "peft", "torch_files")
+BUILT_IN = (
+    "deepspeed",
+    "fsdp_ranks",
+    "full_state_dict",
+    "torch_checkpointing",
+    "weights",
+    "peft",
+    "torch_files",
+)
 """The names of the formats that reshard brings."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import tarfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from house.promises import command
 from house.rank_cases import rank_case
-from house.repository import ROOT
 from house.saves import LAUNCHERS, make_save
+from laws.item_files import Items, save_items
+from laws.rank_files import World, small_model
 from laws.small_models import piped_model, write_source
 from reshard.errors import ReshardError
 from reshard.options import SourceSpec
 from reshard_engine.local import LocalEngine
 
-REAL = ROOT.parent / "shared" / "checkpoints" / "rank_files"
 Made = Callable[[Path], Path]
 """Makes a directory below another one and returns the directory that the user names."""
 
@@ -75,30 +75,27 @@ def _command_in(fix: str) -> str:
 # -- files of FSDP's ranks --------------------------------------------------------------------------------------------
 
 _VERL = [f"{item}_world_size_4_rank_{r}.pt" for item in ("model", "optim", "extra_state") for r in range(4)]
-_SHARDS = [f"{item}_{r}.pt" for item in ("model", "optimizer", "rng") for r in range(2)]
-
-
-_OF_RANKS = {
-    "torch_checkpointing": ([*_SHARDS, "metadata.pkl"], "", "torch_checkpointing's shards, of 2 ranks"),
-    "without a resharder": (_SHARDS, "", "torch_checkpointing's shards, of 2 ranks"),
-    "safetensors": (
-        [*(f"model_{r}.safetensors" for r in range(4)), "metadata.pkl", "optimizer_0.pt"],
-        "",
-        "torch_checkpointing's shards, of 4 ranks",
-    ),
-    "a step": ([f"step-3/{n}" for n in (*_SHARDS, "metadata.pkl")], "step-3", "torch_checkpointing's shards"),
+_OF_ITEMS = {
+    "torch_checkpointing": (Items(), ""),
+    "without a resharder": (Items(described=()), ""),
+    "safetensors": (Items(layouts={"model": "model_{rank}.safetensors"}), ""),
+    "a step": (Items(), "step-3"),
 }
 
 
-@pytest.mark.parametrize("kind", _OF_RANKS)
-def test_files_of_ranks_are_called_what_they_are(kind: str, tmp_path: Path) -> None:
-    files, where, says = _OF_RANKS[kind]
-    place = _files(tmp_path / "run", files)
-    for words in (["inspect", str(place)], ["convert", str(place), str(tmp_path / "out"), "--to", "safetensors"]):
-        error, fix = _said(*words)
-        assert error.startswith(f"source.unsupported: {place / where} is a directory of {says}")
-        assert "recognised, not supported yet" in error
+@pytest.mark.parametrize("kind", _OF_ITEMS)
+def test_files_of_ranks_are_read_as_what_they_are(kind: str, tmp_path: Path) -> None:
+    how, where = _OF_ITEMS[kind]
+    place = save_items(replace(small_model(), ties={}), tmp_path / "run" / where, World((2,)), how)
+    if where:
+        error, fix = _said("inspect", str(tmp_path / "run"))
+        assert error.startswith("source.unknown_kind")
+        assert f"--tag {where}" in fix
         assert "Megatron" not in error + fix
+    code, out, _ = command("inspect", str(place))
+    assert (code, out.partition("\n")[0].startswith("torch-checkpointing, dp=2")) == (0, True)
+    assert "Megatron" not in out
+    assert command("convert", str(place), str(tmp_path / "out"), "--to", "safetensors", "-q")[0] == 0
 
 
 def test_local_state_dicts_of_fsdp_are_called_what_they_are(tmp_path: Path) -> None:
@@ -135,23 +132,6 @@ def test_runs_of_verl_lead_to_the_directories_of_their_models(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "below", "says"),
-    [
-        ("tc_fsdp2_w4", "", "torch_checkpointing's shards, of 4 ranks"),
-        ("tc_sts_w4", "step-3", "torch_checkpointing's shards, of 4 ranks"),
-    ],
-)
-def test_real_files_of_ranks_are_called_what_they_are(name: str, below: str, says: str, tmp_path: Path) -> None:
-    archive = REAL / f"{name}.tar.xz"
-    if not archive.is_file():
-        pytest.skip(f"the real checkpoint {name} is not here: it lies outside the project")
-    with tarfile.open(archive) as files:
-        files.extractall(tmp_path, filter="data")
-    error, _ = _said("inspect", str(tmp_path / name / "ckpt" / below))
-    assert says in error
-
-
-@pytest.mark.parametrize(
     ("name", "below", "kind"),
     [
         ("verl_fsdp2_tied_w4", "", "fsdp-ranks-verl, dp=4"),
@@ -160,6 +140,8 @@ def test_real_files_of_ranks_are_called_what_they_are(name: str, below: str, say
         ("acc_nodcp_fsdp1_w2", "", "fsdp-ranks-accelerate, dp=2"),
         ("acc_full_fsdp2_w2", "", "fsdp-full-accelerate"),
         ("trainer_full_fsdp2_w2", "checkpoint-3", "fsdp-full-trainer, step 3"),
+        ("tc_fsdp2_w4", "step-3", "torch-checkpointing, dp=4"),
+        ("tc_sts_w4", "step-3", "torch-checkpointing, dp=4"),
     ],
 )
 def test_real_files_of_fsdp_ranks_are_read_or_lead_to_what_is(name: str, below: str, kind: str, tmp_path: Path) -> None:
@@ -174,9 +156,11 @@ def test_real_files_of_fsdp_ranks_are_read_or_lead_to_what_is(name: str, below: 
     assert out.startswith(kind)
 
 
-def test_weights_that_lie_in_one_piece_beside_or_below_them_are_read(tmp_path: Path) -> None:
-    beside = _weights(tmp_path / "beside", *_SHARDS, "metadata.pkl")
-    assert command("inspect", str(beside))[0] == 0
+def test_weights_in_one_piece_are_a_copy_beside_shards_and_are_read_below_them(tmp_path: Path) -> None:
+    beside = save_items(small_model(), tmp_path / "beside", World((2,)))
+    _weights(beside)
+    code, out, _ = command("inspect", str(beside))
+    assert (code, out.startswith("torch-checkpointing")) == (0, True)
     actor = _files(tmp_path / "run" / "actor", _VERL)
     _weights(actor / "huggingface")
     assert command("inspect", str(actor / "huggingface"))[0] == 0

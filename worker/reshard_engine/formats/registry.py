@@ -17,12 +17,21 @@ from reshard_engine.formats.format import Format, Writer
 from reshard_engine.formats.fsdp_ranks.format import FsdpRanks
 from reshard_engine.formats.full_state_dict.format import FullStateDict
 from reshard_engine.formats.peft.format import Peft
+from reshard_engine.formats.torch_checkpointing.format import TorchCheckpointing
 from reshard_engine.formats.torch_files import TorchFiles
 from reshard_engine.formats.weights.format import Weights
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.tensors.layout import KnownFiles
 
-_BUILT_IN: tuple[Format, ...] = (DeepSpeed(), FsdpRanks(), FullStateDict(), Weights(), Peft(), TorchFiles())
+_BUILT_IN: tuple[Format, ...] = (
+    DeepSpeed(),
+    FsdpRanks(),
+    FullStateDict(),
+    TorchCheckpointing(),
+    Weights(),
+    Peft(),
+    TorchFiles(),
+)
 _OURS = KnownFiles(entries=(MANIFEST_NAME,), needed=(MANIFEST_NAME,))
 _UNKNOWN = Format()
 

@@ -56,8 +56,6 @@ def unsupported_kind(location: Location, listing: Listing) -> SourceError | None
     names = listing.by_name.keys()
     if {"metadata.json", "common.pt"} <= names:
         return _error(location, "a distributed checkpoint of megatron-core", _MEGATRON_FIX)
-    if (ranks := _rank_files(location, listing)) is not None:
-        return ranks
     # verl's runs have a tracker of the same name beside directories of its own.
     tracked = _TRACKER in names and not any(map(_VERL_STEP.fullmatch, listing.directories))
     by_step = any(map(_MEGATRON_STEP.fullmatch, listing.directories))
@@ -69,22 +67,11 @@ def unsupported_kind(location: Location, listing: Listing) -> SourceError | None
 def holds_shards(listing: Listing) -> bool:
     """True for files of ranks that no weights in one piece lie beside: each of them looks like weights.
 
-    The format that reads those of verl and Accelerate is asked first; this is for whoever asks for weights alone.
+    The formats that read them are asked first; this is for whoever asks for weights alone.
     """
     names = listing.by_name.keys()
     shards = any(_ranks(pattern, names) for pattern in (_VERL, _ACCELERATE)) or _by_item(names)
     return shards and not any(map(_WHOLE.fullmatch, names))
-
-
-def _rank_files(location: Location, listing: Listing) -> SourceError | None:
-    names = listing.by_name.keys()
-    if not holds_shards(listing) or not _by_item(names):
-        return None
-    fix = (
-        "load it with torch_checkpointing and save it with torch.distributed.checkpoint; for the weights alone, name "
-        "the directory into which torch_checkpointing consolidates them as Hugging Face's files"
-    )
-    return _error(location, f"a directory of torch_checkpointing's shards, of {_ranks(_SHARD, names)} ranks", fix)
 
 
 def _by_item(names: Iterable[str]) -> bool:

@@ -1,0 +1,179 @@
+"""Directories of torch_checkpointing, made by torch in one process, with the metadata that the framework would write.
+
+Source: torch_checkpointing 0.1.1 `distributed_metadata.py`, `dtensor_metadata.py`, `default_resharder.py`
+(`_replicated_tensor_metadata`), `state_transformations.py` (`optimizer_transform_pre`), `checkpoint_writer.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+from laws.rank_files import Tensors, World
+
+HYPER_PARAMETERS = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False,
+                    "foreach": None}  # fmt: skip
+Change = Callable[[int, dict[str, Any]], None]
+"""Changes the payload of one rank."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """How a payload is saved.
+
+    Attributes:
+        numbers: the optimizer has numbers in place of names.
+        layouts: for items that have one, the file's path with `{rank}`.
+        described: items with a resharder; the metadata describe them.
+        version: of the metadata.
+        others: further items; a function is called with the rank.
+    """
+
+    numbers: bool = False
+    layouts: Mapping[str, str] = field(default_factory=dict[str, str])
+    described: Sequence[str] = ("model", "optimizer")
+    version: str = "2.0"
+    others: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def save_items(
+    tensors: Tensors,
+    folder: Path,
+    world: World,
+    how: Items = Items(),
+    *,
+    change: Change | None = None,
+    change_metadata: Callable[[dict[str, Any]], None] | None = None,
+) -> Path:
+    """The files of each rank, and `metadata.pkl` if an item is described."""
+    folder.mkdir(parents=True, exist_ok=True)
+    specs: dict[str, dict[str, dict[str, Any]]] = {}
+    for rank in range(world.size):
+        with world.mesh_of(rank) as mesh:
+            payload = _payload(tensors, mesh, how, rank)
+            for item in how.described:
+                for path, spec in _specs(payload[item], world.size):
+                    text = json.dumps(path, separators=(",", ":"))
+                    specs.setdefault(item, {}).setdefault(text, {})[str(spec)] = spec
+            if change is not None:
+                change(rank, payload)
+            for item, value in payload.items():
+                _save(value, folder / how.layouts.get(item, f"{item}_{{rank}}.pt").format(rank=rank))
+    if how.described:
+        metadata = _metadata(specs, how, world.size)
+        if change_metadata is not None:
+            change_metadata(metadata)
+        (folder / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+def _payload(tensors: Tensors, mesh: Any, how: Items, rank: int) -> dict[str, Any]:
+    def cut(whole: torch.Tensor, placements: Any) -> Any:
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+    model: OrderedDict[str, Any] = OrderedDict(tensors.buffers)
+    for name, (whole, placements) in tensors.parameters.items():
+        model[name] = cut(whole, placements)
+    for alias, owner in tensors.ties.items():
+        model[alias] = model[owner]
+    order = [n for g in tensors.groups for n in g]
+    key_of: Callable[[str], Any] = order.index if how.numbers else str
+    states = {
+        key_of(name): {
+            state: value if state == "step" else cut(value, tensors.parameters[name][1])
+            for state, value in tensors.states_of(name).items()
+        }
+        for name in order
+    }
+    groups: list[dict[str, Any]] = [
+        {**HYPER_PARAMETERS, "params": [order.index(n) for n in names]}
+        if how.numbers
+        else {"param_names": list(names), **HYPER_PARAMETERS}
+        for names in tensors.groups
+    ]
+    optimizer = {"state": states, "param_groups": groups}
+    optimizer |= {} if how.numbers else {"_optimizer_state_format_version": 1}
+    others = {key: value(rank) if callable(value) else value for key, value in how.others.items()}
+    return {"model": model, "optimizer": optimizer, **others}
+
+
+def _save(value: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(value, sort_keys=True, indent=4))
+    elif path.suffix == ".safetensors":
+        local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in value.items()}
+        save_file({n: t.contiguous() for n, t in local.items()}, path)
+    else:
+        torch.save(value, path)
+
+
+def _specs(value: Any, world: int, path: tuple[Any, ...] = ()) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    if isinstance(value, torch.Tensor):
+        yield list(path), _spec(value, world)
+    elif isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _specs(inner, world, (*path, key))
+
+
+def _spec(tensor: torch.Tensor, world: int) -> dict[str, Any]:
+    mesh = {"device_type": "cpu", "mesh_shape": (world,), "mesh_data": tuple(range(world)), "mesh_dim_names": None}
+    placements: Sequence[Any] = [{"type": "Replicate"}]
+    if isinstance(tensor, DTensor):
+        on = tensor.device_mesh
+        ranks = tuple(on.mesh.flatten().tolist())
+        mesh |= {"mesh_shape": tuple(on.mesh.shape), "mesh_data": ranks, "mesh_dim_names": on.mesh_dim_names}
+        placements = [_placement(p) for p in tensor.placements]
+    data = {"global_shape": list(tensor.shape), "dtype": str(tensor.dtype), "stride": list(tensor.stride())}
+    return {"type": "DTensorShardingMetadata", "data": {**data, "mesh_spec": mesh, "placements": placements}}
+
+
+def _placement(placement: Placement) -> dict[str, Any]:
+    if isinstance(placement, _StridedShard):
+        return {"type": "StridedShard", "dim": placement.dim, "split_factor": placement.split_factor}
+    return {"type": "Shard", "dim": placement.dim} if isinstance(placement, Shard) else {"type": "Replicate"}
+
+
+_FORMS = {".pt": "Torch", ".json": "Json", ".safetensors": "Safetensors"}
+
+
+def _layout(item: str, how: Items, rank: int) -> dict[str, Any] | None:
+    if (pattern := how.layouts.get(item)) is None:
+        return None
+    form = f"{_FORMS[Path(pattern).suffix]}Serialization"
+    return {"file_path": pattern.format(rank=rank), "serialization_format": {"type": form}}
+
+
+def _metadata(specs: Mapping[str, Mapping[str, Mapping[str, Any]]], how: Items, world: int) -> dict[str, Any]:
+    def groups(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"sharding_metadata": s, "ranks": tuple(sorted(s["data"]["mesh_spec"]["mesh_data"]))}
+            for s in found.values()
+        ]
+
+    if how.version == "1.0":
+        paths = {
+            json.dumps([item, *json.loads(path)], separators=(",", ":")): groups(found)
+            for item, held in specs.items()
+            for path, found in held.items()
+        }
+        layouts = {r: {item: _layout(item, how, r) for item in specs} for r in range(world)}
+        return {"metadata": paths, "rank_to_layout_info_mappings": layouts, "world_size": world, "version": "1.0"}
+    items = {
+        item: {
+            "nested_path_to_metadata": {path: groups(found) for path, found in held.items()},
+            "rank_to_layout_info": {r: _layout(item, how, r) for r in range(world)},
+        }
+        for item, held in specs.items()
+    }
+    return {"metadata": items, "world_size": world, "version": how.version}

@@ -1,0 +1,1 @@
+"""Directories of torch_checkpointing: each item of each rank in a file of its own."""

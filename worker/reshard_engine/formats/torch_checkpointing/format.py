@@ -1,0 +1,642 @@
+"""Checkpoints of torch_checkpointing, as a format: items of ranks, under names that the payload has.
+
+The model is the item `model`, or the only one with sharded tensors that is a state dict; the optimizer is the item
+with `state` and `param_groups`. `optimizer_transform_pre` gives it names; else it has numbers. DTensors say how they
+lie, and `metadata.pkl` must say the same. Files of safetensors hold local tensors, which the metadata alone place.
+
+All other items are carried as they are, if all ranks hold the same; else by rank.
+
+Source: torch_checkpointing 0.1.1 `state_transformations.py`, `checkpoint_layout.py` (`SafetensorsSerialization`),
+`default_resharder.py` (a plain tensor is described as replicated over all ranks); verified by running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
+
+from reshard.choices import NO_SCHEDULER
+from reshard.errors import RequestError, SourceError, counted, listed, printable
+from reshard.models.jobs import NotCarried
+from reshard_engine.checkpoint import Checkpoint, FormatFacts, OptimizerState, Question, Undecided
+from reshard_engine.containers.safetensors import SafetensorsFile, open_safetensors_file
+from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
+from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file, walk
+from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
+from reshard_engine.formats.dtensors import WHOLE, Held, Mesh, Part, RankFile, placed
+from reshard_engine.formats.format import Format, Reader, ReadOptions, refuse_choices
+from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
+from reshard_engine.formats.rank_optimizer import PARAMS, RankStates, ReadOptimizer, read_optimizer, states_of_rank
+from reshard_engine.formats.rank_states import ModelOfRanks, RankModel, RankState, RankTensors, model_of_rank
+from reshard_engine.formats.torch_checkpointing.files import (
+    JSON,
+    METADATA,
+    MODEL,
+    OPTIMIZER,
+    SAFETENSORS,
+    TORCH,
+    Item,
+    ItemFiles,
+    ItemMetadata,
+    Path,
+    Spec,
+    holds_items,
+    item_files,
+)
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PDict,
+    PList,
+    PObject,
+    PTensor,
+    PTuple,
+    is_mapping,
+    kind_of,
+    mapping_items,
+    mapping_of,
+    node_of,
+    sequence_items,
+)
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.rebuild import made_of_tensors
+from reshard_engine.pickles.trees import TensorsAt, compare_trees
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing
+from reshard_engine.tensors.layout import KnownFiles
+
+STATE, GROUPS, VERSION = "state", "param_groups", "_optimizer_state_format_version"
+"""The keys of an optimizer."""
+NAMES = "param_names"
+NAMED = 1
+"""The version of an optimizer whose keys are names."""
+_JSON_LIMIT_BYTES = 256 << 20
+_LARGE_BYTES = 1 << 20
+_OTHER_SAVE = "the files are of different saves: copy those of one save"
+_PER_RANK = "ranks saved different values of it, and the format of the target has no place for them"
+_SHARDED = "it holds sharded tensors, and is neither the model nor the optimizer that was read"
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedItems:
+    """How a run saved its items, for a target of the same kind. Parameters are named by their weights' numbers."""
+
+    mesh: Mesh | None
+    """The first rank's mesh; None for a run whose tensors are on none."""
+    plain: frozenset[int]
+    """Tensors that no mesh shards."""
+    other_cuts: tuple[str, ...]
+    """Names of tensors that are cut in another way than FSDP cuts rows: over one axis of the mesh, the last one."""
+    numbers: Mapping[int, int]
+    """The optimizer's number of each parameter; empty where names are its keys."""
+    lists: tuple[tuple[int, ...], ...]
+    """The numbers in each param group."""
+    model: str
+    optimizer: str
+    """The keys of these items."""
+    schedulers: tuple[str, ...]
+    """The keys of the schedulers' items."""
+    described: bool
+    """True if the save has `metadata.pkl`."""
+    versions: Node = None
+    """The versions of the model's modules, which `state_dict` keeps beside the tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemFacts(FormatFacts):
+    """The facts that only torch_checkpointing keeps."""
+
+    saved: SavedItems | None = None
+    rank_items: Mapping[str, tuple[Node, ...]] = field(default_factory=dict[str, tuple[Node, ...]])
+    """Items that differ from rank to rank, such as random states: for each rank its value."""
+
+    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
+        """The state that every format has, and the items of single ranks."""
+        return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
+
+    def own_state(self) -> Mapping[str | int, Node]:
+        """The items of single ranks."""
+        return {key: PList([*values]) for key, values in self.rank_items.items()}
+
+
+class TorchCheckpointingReader:
+    """Reads a directory of torch_checkpointing."""
+
+    family = "torch_checkpointing"
+
+    def recognises(self, listing: Listing) -> bool:
+        """True if there are files of items of ranks."""
+        return holds_items(listing)
+
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
+        """Read the model, its optimizer and all other items.
+
+        Raises:
+            SourceError: `checkpoint.*`, `pickle.*`, `zip.*`, `safetensors.*`, `tensor.*`, `source.unsupported`,
+                `name.invalid`.
+            RequestError: `request.invalid` for choices that the source does not leave.
+        """
+        followed = ("model_key", "optimizer_key", "scheduler_key", "param_order", "buffers")
+        text = f"{printable(location.url)} holds items of ranks"
+        refuse_choices(options.choices.model_copy(update=dict.fromkeys(followed)), text)
+        return _Assembly(item_files(location, listing), options, location).checkpoint()
+
+
+class TorchCheckpointing(Format):
+    """Directories of torch_checkpointing."""
+
+    name = "torch_checkpointing"
+    readers: ClassVar[tuple[Reader, ...]] = (TorchCheckpointingReader(),)
+    of_training = True
+    takes_choices = True
+    files = KnownFiles(entries=(METADATA,), suffixes=("_0.pt",), needed=(METADATA,))
+
+    def rank_label(self, file: str, world: Mapping[str, int]) -> str:
+        """The rank in a file's name."""
+        number = file.rpartition(".")[0].rpartition("_")[2]
+        return f"rank {int(number)}" if number.isdecimal() else ""
+
+
+# What one rank's file holds of an item.
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """The value of an item in one rank's file."""
+
+    node: Node
+    parsed: TorchFile | None = None
+    """None for a file that is no archive of torch."""
+
+
+def _sharded(node: Node) -> bool:
+    """True if a value holds tensors that are made of others, or objects that only they consist of."""
+    return any(
+        isinstance(n, PObject)
+        and (made_of_tensors(n) is not None or (isinstance(n.cls, Global) and n.cls.dotted in SHARDED_NAMES))
+        for n in walk(node)
+    )
+
+
+def _is_state_dict(node: Node, what: str) -> bool:
+    """True if a value maps texts to tensors, some of which are sharded."""
+    held = mapping_items(node, what=what) if is_mapping(node) else {}
+    tensors = [isinstance(v, PTensor) or made_of_tensors(v) is not None for v in held.values()]
+    return bool(held) and all(tensors) and all(isinstance(k, str) for k in held) and _sharded(node)
+
+
+def _is_optimizer(node: Node, what: str) -> bool:
+    return is_mapping(node) and {STATE, GROUPS} <= mapping_items(node, what=what).keys()
+
+
+def _is_scheduler(node: Node, what: str) -> bool:
+    """True for the state dict of a scheduler of torch: `last_epoch`, with rates or schedulers within."""
+    held = mapping_items(node, what=what).keys() if is_mapping(node) else set[str | int]()
+    return "last_epoch" in held and bool({"_last_lr", "base_lrs", "_schedulers"} & held)
+
+
+@dataclass(slots=True)
+class _State:
+    """What is neither the model nor the optimizer."""
+
+    schedulers: dict[str, Node] = field(default_factory=dict[str, Node])
+    client_state: dict[str | int, Node] = field(default_factory=dict[str | int, Node])
+    rank_items: dict[str, tuple[Node, ...]] = field(default_factory=dict[str, tuple[Node, ...]])
+    not_carried: list[NotCarried] = field(default_factory=list[NotCarried])
+
+
+class _Assembly:
+    """One checkpoint being put together."""
+
+    def __init__(self, found: ItemFiles, options: ReadOptions, location: Location) -> None:
+        self._found, self._options, self._url = found, options, location.url
+        # Sharded tensors become numbers, so that nothing names their classes.
+        self._ledger = OpaqueLedger(options.ledger.policy, options.ledger.foreign, SHARDED_NAMES)
+        self._first = {key: self._value(item.files[0], item.kind) for key, item in found.items.items()}
+        self._model_item = self._chosen_model()
+        self._optimizer_item, self._optimizer_open = self._chosen_optimizer()
+        self._files: list[SourceFile] = []
+        names = [f.name for item in self._read_items() for f in item.files]
+        self._tensors = RankTensors(names)
+        self._model = ModelOfRanks(self._of_model(self._model_item), self._model_item.files)
+        self._first_state = len(self._files)
+        self._first_optimizer: TorchFile | None = None
+        self._optimizer = self._read_optimizer()
+        self._state = RankState(
+            self._tensors,
+            self._model,
+            self._optimizer,
+            first_state=self._first_state,
+            buffers=options.choices.buffers,
+        )
+
+    def _value(self, file: SourceFile, kind: str) -> _Value:
+        if kind == TORCH:
+            parsed = open_torch_file(file, self._ledger)
+            return _Value(parsed.root, parsed)
+        if kind == JSON:
+            name = printable(file.name)
+            if file.size_bytes > _JSON_LIMIT_BYTES:
+                raise SourceError("checkpoint.too_large", f"{name} has {file.size_bytes} bytes")
+            text = file.read(0, file.size_bytes)
+            return _Value(node_of(parse_json(text, code="checkpoint.malformed", what=name)))
+        return _Value(None)
+
+    def _read_items(self) -> Iterable[Item]:
+        """The model and its optimizer, in the order in which the shard map numbers their files."""
+        return [self._model_item, *([] if self._optimizer_item is None else [self._optimizer_item])]
+
+    # Which item is what.
+
+    def _chosen_model(self) -> Item:
+        said, items = self._options.choices.model_key, self._found.items
+        held = [
+            key
+            for key, value in self._first.items()
+            if key == MODEL or items[key].kind == SAFETENSORS or _is_state_dict(value.node, printable(key))
+        ]
+        if said is not None:
+            return self._said(said, held, "model", "--model-key")
+        if MODEL in held:
+            return items[MODEL]
+        if len(held) != 1:
+            code = "checkpoint.ambiguous" if held else "checkpoint.incomplete"
+            text = (
+                f"several items could be the model: {listed(held)}" if held else "no item is the state dict of a model"
+            )
+            fix = ", or ".join(f"--model-key {key}" for key in held[:3])
+            fix = fix or f"name the item: --model-key KEY; there is {listed([*items])}"
+            raise SourceError(code, f"{printable(self._url)}: {text}", fix=fix)
+        return items[held[0]]
+
+    def _said(self, said: str, held: Sequence[str], what: str, flag: str) -> Item:
+        if said not in self._found.items:
+            raise RequestError(
+                "request.invalid",
+                f"the source has no item {printable(said)!r}; there is {listed([*self._found.items])}",
+                fix=", or ".join(f"{flag} {key}" for key in held[:3]) or f"leave {flag} out",
+            )
+        return self._found.items[said]
+
+    def _chosen_optimizer(self) -> tuple[Item | None, tuple[Undecided, ...]]:
+        """The optimizer's item; several are open until the user says which one is read."""
+        said, items = self._options.choices.optimizer_key, self._found.items
+        held = [key for key, value in self._first.items() if _is_optimizer(value.node, printable(key))]
+        if said is not None:
+            return self._said(said, held, "optimizer", "--optimizer-key"), ()
+        if len(held) > 1:
+            fix = ", or ".join(f"--optimizer-key {key}" for key in held[:3])
+            text = f"it has {len(held)} optimizers, and nothing tells which is the model's: {listed(held)}"
+            return items[OPTIMIZER if OPTIMIZER in held else held[0]], (Undecided(Question.OPTIMIZER, text, fix),)
+        if not held and OPTIMIZER in items:
+            text = f"the item {OPTIMIZER} is {kind_of(self._first[OPTIMIZER].node)} without `{STATE}` and `{GROUPS}`"
+            fix = "save optimizer.state_dict(), or the weights alone can be had: --to safetensors"
+            return None, (Undecided(Question.OPTIMIZER, text, fix),)
+        return (items[held[0]] if held else None), ()
+
+    # The model.
+
+    def _opened(self, item: Item, read: Callable[[RankFile], _Read]) -> list[_Read]:
+        """Read the files of all ranks. Only what `read` returns is kept: a thousand trees would fill the memory."""
+        ranks = {f.name: rank for rank, f in enumerate(item.files)}
+
+        def parse(file: SourceFile) -> tuple[SourceFile, _Read]:
+            parsed = open_torch_file(file, self._ledger)
+            return parsed.file, read(RankFile(parsed, ranks[file.name], self._found.world))
+
+        found = open_all(item.files, parse)
+        self._files += [file for file, _ in found]
+        return [one for _, one in found]
+
+    def _of_model(self, item: Item) -> list[RankModel]:
+        """What each rank's file holds of the model, which the metadata must not contradict."""
+        if item.kind == JSON:
+            raise SourceError("source.unsupported", f"the files of {printable(item.key)} are JSON, and hold no tensors")
+        if item.kind == SAFETENSORS:
+            return self._of_safetensors(item)
+        found = self._opened(item, _model_of)
+        if item.metadata is not None:
+            paths: list[dict[Path, Held]] = [{(name,): h for name, h in rank.tensors.items()} for rank in found]
+            _prove(item, item.metadata, paths)
+        elif self._found.world > 1 and all(h.plain for rank in found for h in rank.tensors.values()):
+            raise SourceError(
+                "checkpoint.ambiguous",
+                f"{printable(item.files[0].name)} and the {counted(self._found.world - 1, 'file')} after it hold whole "
+                f"tensors, and no {METADATA} is there: nothing says that they are of ranks, and not of steps or epochs",
+                fix="move the file of one model, and that of its optimizer, into a directory of their own",
+            )
+        return found
+
+    def _of_safetensors(self, item: Item) -> list[RankModel]:
+        metadata = item.metadata
+        if metadata is None:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{printable(item.files[0].name)} holds the local tensors of one rank, and no {METADATA} says which "
+                "part of the model they are",
+                fix=f"copy {METADATA} of this save into {printable(self._url)}",
+            )
+        ranks = {f.name: rank for rank, f in enumerate(item.files)}
+
+        def parse(file: SourceFile) -> tuple[SourceFile, dict[str, Held]]:
+            parsed = open_safetensors_file(file)
+            return parsed.file, _local_tensors(parsed, ranks[file.name], metadata)
+
+        found = open_all(item.files, parse)
+        self._files += [file for file, _ in found]
+        for rank, (_, tensors) in enumerate(found):
+            _require_all(item, metadata, rank, [(name,) for name in tensors])
+        return [RankModel(tensors, (), None) for _, tensors in found]
+
+    # The optimizer.
+
+    def _read_optimizer(self) -> ReadOptimizer | None:
+        item = self._optimizer_item
+        if item is None:
+            return None
+        if item.kind != TORCH:
+            text = f"the files of the optimizer {printable(item.key)} are no archives of torch"
+            raise SourceError("source.unsupported", text, fix="save it in the layout that it has by default")
+        paths: list[dict[Path, Held]] = [{} for _ in item.files]
+        described = item.metadata is not None
+
+        def read(file: RankFile) -> RankStates:
+            states = states_of_rank(_with_members(file))
+            if described:
+                paths[file.rank] = _paths_of(states)
+            return states
+
+        ranks = self._opened(item, read)
+        if item.metadata is not None:
+            _prove(item, item.metadata, paths)
+        self._first_optimizer = ranks[0].parsed
+        names = [f.name for f in item.files]
+        # The run makes its optimizer as it likes: numbers are not those of `model.parameters()` unless shapes prove it.
+        return read_optimizer(ranks, self._model.tensors(), names, self._options.choices.param_order, of_model=False)
+
+    # All items together.
+
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint of everything that was read.
+
+        Raises:
+            SourceError: `checkpoint.*`, `tensor.*`.
+            RequestError: `request.invalid` for names of buffers or schedulers that are not there.
+        """
+        state = self._other_items()
+        kinds = self._state.kinds()
+        model, optimizer, plain = self._model, self._optimizer, self._model.plain
+        read = None
+        if optimizer is not None and not optimizer.unread:
+            read = OptimizerState(self._state.groups(optimizer, self._first_optimizer))
+        own, undecided = self._own_scheduler([*state.schedulers])
+        longer = {short: name for name, short in plain.items() if name != short}
+        ordered = self._model_item.kind == TORCH  # safetensors sorts names
+        beside = [NotCarried(path=printable(n), file=printable(n), reason=r) for n, r in self._found.others.items()]
+        said = "" if not self._optimizer_open or self._optimizer_item is not None else self._optimizer_open[0].text
+        return Checkpoint(
+            url=self._url,
+            tag=self._options.tag,
+            format="torch-checkpointing",
+            framework_version=None,
+            world={"dp": self._found.world},
+            files=tuple(self._files),
+            shard_map=self._tensors.builder.build(),
+            parameters=tuple(kinds.parameters),
+            buffers=tuple(kinds.buffers),
+            shared={plain[a]: plain[o] for a, o in self._state.ties.all.items()},
+            optimizer=read,
+            foreign_globals=tuple(sorted(self._options.ledger.foreign)),
+            warnings=() if optimizer is None else optimizer.warnings,
+            agreements=tuple(self._tensors.agreements),
+            schedulers=tuple(state.schedulers.values()),
+            scheduler_keys=tuple(state.schedulers),
+            own_scheduler=own,
+            client_state=state.client_state,
+            run_names=compiled_names(longer),
+            module_names=tuple(plain.values()) if ordered else (),
+            not_carried=(*state.not_carried, *named(model.others, UNKNOWN), *beside),
+            facts=ItemFacts(saved=self._saved([*state.schedulers]), rank_items=state.rank_items),
+            undecided=(
+                *self._optimizer_open,
+                *(() if optimizer is None else optimizer.undecided),
+                *kinds.undecided,
+                *undecided,
+            ),
+            assumed=(*(() if optimizer is None else optimizer.assumed), *kinds.assumed),
+            unproven=frozenset(kinds.unproven),
+            copies={plain[a]: self._state.weights[a] for a in self._state.ties.by_value},
+            no_optimizer=said if optimizer is None else optimizer.unread,
+            frozen_left_out=optimizer is not None and optimizer.adapter_alone,
+        )
+
+    def _saved(self, schedulers: Sequence[str]) -> SavedItems:
+        held, weights = {name: ranks[0] for name, ranks in self._model.held.items()}, self._state.weights
+        numbers = {} if self._optimizer is None else self._optimizer.numbers
+        cut = {n: [d for d in h.dims if d is not None] for n, h in held.items() if h.mesh is not None}
+        return SavedItems(
+            mesh=next((h.mesh for h in held.values() if h.mesh is not None), None),
+            plain=frozenset(w for name, w in weights.items() if held[name].plain and self._model.any_sharded),
+            other_cuts=tuple(n for n, dims in cut.items() if dims != [0] or held[n].dims[-1] is None),
+            numbers={weights[n]: i for n, i in numbers.items() if n in weights},
+            lists=() if self._optimizer is None else self._optimizer.lists,
+            model=self._model_item.key,
+            optimizer=OPTIMIZER if self._optimizer_item is None else self._optimizer_item.key,
+            schedulers=tuple(schedulers),
+            described=self._found.has_metadata,
+            versions=self._model.versions,
+        )
+
+    def _other_items(self) -> _State:
+        """Schedulers, and all items that are neither the model nor the optimizer."""
+        found = _State()
+        read = {item.key for item in self._read_items()}
+        left = {key: item for key, item in self._found.items.items() if key not in read}
+        for key, item in left.items():
+            if item.kind == SAFETENSORS or _sharded(self._first[key].node):
+                of_run = item.kind == SAFETENSORS or _is_state_dict(self._first[key].node, printable(key))
+                optimizer = _is_optimizer(self._first[key].node, printable(key))
+                found.not_carried += named([key], OF_ANOTHER if of_run or optimizer else _SHARDED)
+                continue
+            values = open_all(item.files, lambda file, kind=item.kind: self._value(file, kind))
+            same = all(_equal(values[0], other) for other in values[1:])
+            kept = values[:1] if same else values
+            nodes = self._carried(kept)
+            if same and _is_scheduler(values[0].node, printable(key)):
+                found.schedulers[key] = nodes[0]
+            elif same:
+                found.client_state[key] = nodes[0]
+            else:
+                found.rank_items[key] = nodes
+        return found
+
+    def _carried(self, values: Sequence[_Value]) -> tuple[Node, ...]:
+        """The values with references in place of tensors."""
+        parsed = [v.parsed for v in values if v.parsed is not None]
+        trees = TreeTensors(self._tensors.builder, {p.file: len(self._files) + i for i, p in enumerate(parsed)})
+        self._files += [p.file for p in parsed]
+        return tuple(v.node if v.parsed is None else trees.carried(v.node, v.parsed) for v in values)
+
+    def _own_scheduler(self, keys: Sequence[str]) -> tuple[int | None, tuple[Undecided, ...]]:
+        """The index of the scheduler of this optimizer: the only one of the only optimizer, or the user's choice."""
+        chosen, flags = self._options.choices.scheduler_key, [*keys, NO_SCHEDULER]
+        which = ", or ".join(f"--scheduler-key {key}" for key in flags[:3])
+        if chosen is not None:
+            if chosen not in flags:
+                text = f"the source has no scheduler {printable(chosen)!r}; there is {listed(keys) or 'none'}"
+                raise RequestError("request.invalid", text, fix=which)
+            return (keys.index(chosen) if chosen in keys else None), ()
+        optimizers = [k for k, v in self._first.items() if _is_optimizer(v.node, printable(k))]
+        if not keys or (len(keys) == 1 and len(optimizers) < 2):
+            return 0 if keys else None, ()
+        unclear = (
+            f"it has {counted(len(optimizers), 'optimizer')} and {counted(len(keys), 'learning-rate scheduler')}, and "
+            f"nothing tells which is this optimizer's: {listed(keys)}"
+        )
+        return 0, (Undecided(Question.SCHEDULER, unclear, which),)
+
+
+def _equal(first: _Value, other: _Value) -> bool:
+    """True if two ranks hold the same value. Tensors are compared by bytes, large ones by their CRC-32."""
+    for difference in compare_trees(first.node, other.node, ""):
+        if not isinstance(difference, TensorsAt) or first.parsed is None or other.parsed is None:
+            return False
+        a, b = _bytes(difference.a, first.parsed), _bytes(difference.b, other.parsed)
+        if a is None or a != b:
+            return False
+    return True
+
+
+def _bytes(tensor: Node, parsed: TorchFile) -> object:
+    """What is equal for equal tensors alone; None where the file does not say it."""
+    if not isinstance(tensor, PTensor):
+        return None
+    form = tensor.dtype, tensor.shape, tensor.stride, tensor.offset
+    if not tensor.numel:
+        return form
+    record = parsed.storage_extent(tensor.storage)
+    if record.length_bytes > _LARGE_BYTES:
+        return None if record.crc32 is None else (form, record.length_bytes, record.crc32)
+    return form, parsed.file.read(record.offset, record.length_bytes)
+
+
+# The model and the optimizer in one rank's file.
+
+
+def _model_of(file: RankFile) -> RankModel:
+    for key, node in mapping_items(file.parsed.root, what=file.name).items():
+        tensor = isinstance(node, PTensor) or made_of_tensors(node) is not None
+        if not tensor and any(isinstance(n, PTensor) for n in walk(node)):
+            raise SourceError(
+                "source.unsupported",
+                f"{file.name}: {printable(str(key))} holds tensors within {kind_of(node)}, and a model's state dict "
+                "maps names to tensors",
+                fix="save model.state_dict() as an item of its own",
+            )
+    return model_of_rank(file)
+
+
+def _with_members(file: RankFile) -> RankFile:
+    """The file of an optimizer with `params` in its groups, which `optimizer_transform_pre` leaves out beside names.
+
+    Raises:
+        SourceError: `source.unsupported` for a later version of that form, `checkpoint.malformed`.
+    """
+    root = mapping_items(file.parsed.root, what=file.name)
+    version = root.get(VERSION, 0)
+    if version not in (0, NAMED) or type(version) is not int:
+        raise SourceError(
+            "source.unsupported",
+            f"{file.name}: {VERSION} is {printable(str(version), max_chars=40)}, and 0 and {NAMED} are known",
+            fix="report the version of torch_checkpointing that wrote it",
+        )
+    if version == 0:
+        return file
+    groups: list[Node] = []
+    for node in sequence_items(root.get(GROUPS), what=f"{file.name}: {GROUPS}"):
+        group = mapping_items(node, what=f"{file.name}: a param group")
+        names = group.pop(NAMES, None)
+        if not isinstance(names, PList | PTuple) or not all(isinstance(n, str) for n in names.items):
+            raise SourceError("checkpoint.malformed", f"{file.name}: a param group has no list of {NAMES}")
+        groups.append(mapping_of({**group, PARAMS: names}))
+    node: PDict = mapping_of({STATE: root.get(STATE), GROUPS: PList(groups)})
+    return RankFile(replace(file.parsed, root=node), file.rank, file.world)
+
+
+def _paths_of(states: RankStates) -> dict[Path, Held]:
+    found: dict[Path, Held] = {}
+    for key, held in states.states.items():
+        for state, value in held.items():
+            tensor = value if isinstance(value, Held) else value.held
+            if tensor is not None:
+                found[STATE, key, state] = tensor
+    return found
+
+
+# The metadata and the files must say the same.
+
+
+def _local_tensors(file: SafetensorsFile, rank: int, metadata: ItemMetadata) -> dict[str, Held]:
+    """The tensors of one rank's file of safetensors, placed by the metadata."""
+    found: dict[str, Held] = {}
+    name = printable(file.file.name)
+    for tensor in file.tensors:
+        what = f"{name}: {printable(tensor.name)}"
+        spec = metadata.spec((tensor.name,), rank)
+        if spec is None:
+            raise _mixed(f"{what} is not among the tensors that {METADATA} lists of rank {rank}")
+        if spec.dtype is not tensor.dtype:
+            raise _mixed(f"{what} is {tensor.dtype.name}, and {METADATA} says {spec.dtype.name}")
+        held, offsets, sizes = placed(spec.dtype, spec.shape, spec.mesh_of(rank), spec.placements, what)
+        if _of_plain(spec):
+            held = Held(spec.dtype, spec.shape, WHOLE, ())
+        if sizes != tensor.shape:
+            cuts = listed(list(map(str, spec.placements)))
+            text = f"{what} is {tensor.shape}, and {METADATA} gives rank {rank} {sizes} of {spec.shape} by {cuts}"
+            raise _mixed(text)
+        part = Part(offsets, sizes, tensor.offset, None, (tensor.name,), None)
+        found[tensor.name] = replace(held, parts=(part,))
+    return found
+
+
+def _of_plain(spec: Spec) -> bool:
+    """True for what the framework says of a plain tensor: it is on a mesh of all ranks whose axis has no name.
+
+    Source: `default_resharder.py` (`_replicated_tensor_metadata`).
+    """
+    return spec.whole and spec.names is None and len(spec.mesh_shape) == 1
+
+
+def _prove(item: Item, metadata: ItemMetadata, ranks: Sequence[Mapping[Path, Held]]) -> None:
+    """Prove that each tensor of each rank's file lies as the metadata say, and that all of those are there."""
+    for rank, tensors in enumerate(ranks):
+        name = printable(item.files[rank].name)
+        for path, held in tensors.items():
+            what = f"{name}: {printable('.'.join(map(str, path)))}"
+            spec = metadata.spec(path, rank)
+            if spec is None:
+                raise _mixed(f"{what} is not among the tensors that {METADATA} lists of rank {rank}")
+            said, _, _ = placed(spec.dtype, spec.shape, spec.mesh_of(rank), spec.placements, what)
+            place = None if held.mesh is None else (held.layout, held.mesh.coordinate)
+            wanted = None if said.mesh is None else (said.layout, said.mesh.coordinate)
+            fits = spec.whole if held.plain else held.mesh is None or place == wanted
+            if (held.dtype, held.shape) != (spec.dtype, spec.shape) or not fits:
+                here = f"{held.dtype.name} {held.shape} ({printable(held.layout)})"
+                there = f"{spec.dtype.name} {spec.shape} ({printable(said.layout)})"
+                raise _mixed(f"{what} is {here}, and {METADATA} says {there}")
+        _require_all(item, metadata, rank, tensors)
+
+
+def _require_all(item: Item, metadata: ItemMetadata, rank: int, held: Iterable[Path]) -> None:
+    there = {*held}
+    said = (p for p, specs in metadata.specs.items() if any(rank in s.ranks for s in specs))
+    lacking = [p for p in said if p not in there and not (len(p) > 1 and p[0] == GROUPS)]  # a rate may be a tensor
+    if lacking:
+        names = [printable(".".join(map(str, p))) for p in lacking]
+        raise _mixed(f"{printable(item.files[rank].name)} does not hold {listed(names)}, which {METADATA} lists")
+
+
+def _mixed(text: str) -> SourceError:
+    return SourceError("checkpoint.mixed", text, fix=_OTHER_SAVE)
