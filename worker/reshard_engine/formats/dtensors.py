@@ -20,6 +20,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 
@@ -541,6 +542,114 @@ def _attributes(state: Node) -> dict[str, Node]:
 
 
 # DTensors as inert data.
+
+
+def device_of(said: str | None, mesh: Mesh | None) -> str:
+    """The type of the run's devices, which pickled meshes name.
+
+    Raises:
+        RequestError: `request.invalid` if nobody says it.
+    """
+    device = said or ("" if mesh is None else mesh.device)
+    if not device.isascii() or not device.isalpha() or len(device) > 16:
+        raise RequestError(
+            "request.invalid",
+            "the files name the type of the run's devices, and the source does not say it",
+            fix="--device-type cuda for a run on GPUs",
+        )
+    return device
+
+
+def require_rows(mesh: Mesh | None, other_cuts: Sequence[str]) -> None:
+    """Refuse a source whose run cuts tensors in another way than rows, or whose torch pickles other meshes.
+
+    Args:
+        mesh: The mesh of the run that saved the source; None for a run without one, or if nothing says it.
+        other_cuts: Names of tensors that are cut in another way than FSDP cuts rows.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    if mesh is None:
+        return
+    if other_cuts or len(mesh.shape) > 2 or mesh.ranks != prod(mesh.shape):
+        cut = f"; {listed([printable(n) for n in other_cuts])} are cut in another way" if other_cuts else ""
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the run's tensors lie on {printable(str(mesh))} among {mesh.ranks} ranks, and files are written for FSDP "
+            f"alone, which cuts rows{cut}",
+            fix="--to dcp loads on any mesh",
+        )
+    if mesh.form is not MeshForm.AXES:
+        raise RequestError(
+            "request.unsatisfiable",
+            "the source's torch pickles meshes in an older form, and files are written for torch 2.13 and newer",
+            fix="--to dcp loads with any version of torch",
+        )
+
+
+def mesh_shape(world: int, said: int | None, mesh: Mesh | None) -> Shape:
+    """The shape of the mesh, as verl makes it of `fsdp_size`: one axis if one copy fills all ranks.
+
+    Args:
+        world: Number of ranks.
+        said: The user's word on how many share one copy.
+        mesh: The source's mesh, if it has one.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for ranks that are no multiple of those of a copy.
+
+    Source: verl 0.9.1 `workers/engine/fsdp/utils.py` (`create_device_mesh`).
+    """
+    own = mesh.shape[-1] if mesh is not None and len(mesh.shape) == 2 else None
+    size = said or own or world
+    if size >= world:
+        return (world,)
+    if world % size:
+        source = "" if said else " as in the source"
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{world} ranks are no multiple of the {size} ranks that share one copy{source}",
+            fix=f"--dp {world // size * size}, or the run's fsdp_size on {world} ranks: --fsdp-size {world}",
+        )
+    return world // size, size
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The names of the process groups of a target's mesh, as far as the source's mesh shows them."""
+
+    shape: Shape
+    """The shape of the target's mesh."""
+    mesh: Mesh | None
+    """The first rank's mesh in the source."""
+
+    @cached_property
+    def first(self) -> int | None:
+        """The number of the first process group of a mesh of two axes; None if the source does not show it.
+
+        torch numbers process groups as they are made: those of the first axis, one for each rank of a copy, then those
+        of the second. The run makes as many groups before them as the source's did.
+
+        Source: torch 2.13.0 `distributed/device_mesh.py` (`_init_process_groups`), `distributed/distributed_c10d.py`
+        (`_process_group_name`).
+        """
+        mesh = self.mesh
+        if mesh is None or len(mesh.shape) != 2 or len(mesh.groups) != 2 or any(mesh.coordinate):
+            return None
+        first, second = (int(n) if n.isdecimal() and len(n) < 10 else -1 for n in mesh.groups)
+        return first if first >= 0 and second - first == mesh.shape[1] else None
+
+    def names(self, place: Sequence[int]) -> tuple[str, ...] | None:
+        """The names of the process groups of a rank; None if nothing shows them, and its mesh has none then.
+
+        A mesh of one axis is on the group of the whole world, which torch calls `0` if no file names another one.
+        """
+        mesh = self.mesh
+        if len(self.shape) == 1:
+            return mesh.groups if mesh is not None and len(mesh.groups) == len(mesh.shape) == 1 else ("0",)
+        first = self.first
+        return None if first is None else (str(first + place[1]), str(first + self.shape[1] + place[0]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ by running.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -31,9 +32,10 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.dtensors import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import plain_name
-from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, kind_of, mapping_items, sequence_items
+from reshard_engine.formats.torch_archive import scalar_node
+from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, foreign_paths
-from reshard_engine.tensors.dtypes import BY_NAME, Dtype
+from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32, Dtype
 from reshard_engine.tensors.shard_map import is_packed
 
 Order = ParamOrder | tuple[str, ...] | None
@@ -700,3 +702,19 @@ _OF_ADAPTER = Undecided(
     "states are taken for the adapter's parameters in order, and all shapes fit",
     "save with the base model (save_lora_only: false) for names that need no such step",
 )
+
+
+def number_node(name: str, scalar: Scalar) -> Node:
+    """A number of a parameter, to be written; torch's optimizers keep the step as a tensor of fp32.
+
+    Raises:
+        SourceError: `checkpoint.malformed` for a step beyond fp32.
+
+    Source: torch 2.13.0 `optim/adam.py` (`__setstate__`).
+    """
+    if name != _STEP or scalar.dtype is not None:
+        return scalar_node(scalar)
+    try:
+        return PLiteral(FLOAT32.name, (), struct.pack("<f", scalar.value))
+    except OverflowError as error:
+        raise SourceError("checkpoint.malformed", f"the step of a parameter is {scalar.value}") from error

@@ -12,10 +12,11 @@ from functools import cache
 from math import prod
 
 from reshard.choices import OpaquePolicy
+from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Node, PLiteral, PRuns, PRunsPart, PStorage, PTensor, PTensorRef
-from reshard_engine.pickles.trees import rewrite
+from reshard_engine.pickles.trees import foreign_paths, rewrite
 from reshard_engine.storage.crc32 import crc32
 from reshard_engine.tensors.dtypes import BY_NAME, UINT8, Dtype
 from reshard_engine.tensors.layout import Body, FileTemplate
@@ -292,3 +293,20 @@ def single_tensor_template(
         found = zip_template(root, pickle, [StorageRecord("0", ((0, 0, tensor.numel, dtype),))])
         cache[key] = found
     return found
+
+
+def under_policy(node: Node, policy: OpaquePolicy) -> Node:
+    """A tree of the source to be written, under the policy for objects of classes that are not on the allow-list.
+
+    Raises:
+        SourceError: `pickle.forbidden_global` under the policy `refuse`.
+    """
+    if policy is OpaquePolicy.KEEP or not (strange := foreign_paths(node, "")):
+        return node
+    if policy is OpaquePolicy.DROP:
+        return rewrite(node, lambda tensor: tensor, lambda _: None)
+    raise SourceError(
+        "pickle.forbidden_global",
+        f"{printable(strange[0])} would be written out, and is not on the allow-list",
+        fix="--opaque keep writes such objects out again, unexecuted; --opaque drop writes None instead",
+    )

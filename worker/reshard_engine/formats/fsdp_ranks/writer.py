@@ -13,19 +13,26 @@ loading with verl and with Accelerate. SkyRL `skyrl_train/distributed/fsdp_strat
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 from reshard.choices import OpaquePolicy, RankFramework, RngPolicy
-from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import FsdpRanksOptions
-from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
+from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
-from reshard_engine.formats.dtensors import MeshForm, Shape, TargetMesh, TensorsOfRank
+from reshard_engine.formats.dtensors import (
+    ProcessGroups,
+    Shape,
+    TargetMesh,
+    TensorsOfRank,
+    device_of,
+    mesh_shape,
+    require_rows,
+)
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
     CONFIG,
@@ -36,20 +43,18 @@ from reshard_engine.formats.fsdp_ranks.files import (
     RankFacts,
     SavedRanks,
 )
+from reshard_engine.formats.rank_optimizer import number_node
 from reshard_engine.formats.rank_states import VERSIONS
-from reshard_engine.formats.torch_archive import scalar_node, tree_template
+from reshard_engine.formats.torch_archive import tree_template, under_policy
 from reshard_engine.formats.trainer_files import RANK_STATES
 from reshard_engine.pickles.nodes import (
     Node,
     PList,
-    PLiteral,
     is_mapping,
     mapping_items,
     mapping_of,
     ordered_dict,
 )
-from reshard_engine.pickles.trees import foreign_paths, rewrite
-from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
 
 _NUMBERING = (RankFramework.VERL, RankFramework.SKYRL)
@@ -122,7 +127,12 @@ class _Target:
     @property
     def mesh(self) -> TargetMesh:
         """The mesh of the ranks that load the files."""
-        return TargetMesh(self.shape, self.names, self.device, self.groups)
+        return TargetMesh(self.shape, self.names, self.device, self.groups.names)
+
+    @cached_property
+    def groups(self) -> ProcessGroups:
+        """The names of their process groups."""
+        return ProcessGroups(self.shape, None if self.saved is None else self.saved.mesh)
 
     @property
     def plain(self) -> frozenset[int]:
@@ -162,33 +172,6 @@ class _Target:
         return found if {*map(str, keys)} >= _OF_SCHEDULER else None
 
     @cached_property
-    def first_group(self) -> int | None:
-        """The number of the first process group of a mesh of two axes; None if the source does not show it.
-
-        torch numbers process groups as they are made: those of the first axis, one for each rank of a copy, then those
-        of the second. The run makes as many groups before them as the source's did.
-
-        Source: torch 2.13.0 `distributed/device_mesh.py` (`_init_process_groups`), `distributed/distributed_c10d.py`
-        (`_process_group_name`).
-        """
-        mesh = None if self.saved is None else self.saved.mesh
-        if mesh is None or len(mesh.shape) != 2 or len(mesh.groups) != 2 or any(mesh.coordinate):
-            return None
-        first, second = (int(n) if n.isdecimal() and len(n) < 10 else -1 for n in mesh.groups)
-        return first if first >= 0 and second - first == mesh.shape[1] else None
-
-    def groups(self, place: Sequence[int]) -> tuple[str, ...] | None:
-        """The names of the process groups of a rank; None if nothing shows them, and its mesh has none then.
-
-        A mesh of one axis is on the group of the whole world, which torch calls `0` if no file names another one.
-        """
-        mesh = None if self.saved is None else self.saved.mesh
-        if len(self.shape) == 1:
-            return mesh.groups if mesh is not None and len(mesh.groups) == len(mesh.shape) == 1 else ("0",)
-        first = self.first_group
-        return None if first is None else (str(first + place[1]), str(first + self.shape[1] + place[0]))
-
-    @cached_property
     def extra(self) -> Mapping[str | int, Node] | None:
         """What each rank's extra state holds beside its own; None if there is no such file.
 
@@ -204,21 +187,8 @@ class _Target:
         return {SCHEDULER: mapping_of({}) if scheduler is None else scheduler, CLIENT: client, "tag": None}
 
     def carried(self, node: Node) -> Node:
-        """A tree of the source under the request's policy for objects of classes that are not on the allow-list.
-
-        Raises:
-            SourceError: `pickle.forbidden_global` under the policy `refuse`.
-        """
-        policy = self.request.opaque
-        if policy is OpaquePolicy.KEEP or not (strange := foreign_paths(node, "")):
-            return node
-        if policy is OpaquePolicy.DROP:
-            return rewrite(node, lambda tensor: tensor, lambda _: None)
-        raise SourceError(
-            "pickle.forbidden_global",
-            f"{printable(strange[0])} would be written out, and is not on the allow-list",
-            fix="--opaque keep writes such objects out again, unexecuted; --opaque drop writes None instead",
-        )
+        """A tree of the source under the request's policy for objects of unknown classes."""
+        return under_policy(node, self.request.opaque)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, request: ConvertRequest) -> _Target:
@@ -233,15 +203,10 @@ class _Target:
                 fix="say which one loads them: --rank-framework verl, skyrl or accelerate",
             )
         _require_fsdp2(options.fsdp_version, saved)
-        _require_plain_mesh(saved)
-        device = options.device_type or ("" if saved is None or saved.mesh is None else saved.mesh.device)
-        if not device.isascii() or not device.isalpha() or len(device) > 16:
-            raise RequestError(
-                "request.invalid",
-                "the files name the type of the run's devices, and the source does not say it",
-                fix="--device-type cuda for a run on GPUs",
-            )
-        shape = _shape(request.options.deepspeed.dp or 1, options.fsdp_size, saved)
+        mesh = None if saved is None else saved.mesh
+        require_rows(mesh, () if saved is None else saved.other_cuts)
+        device = device_of(options.device_type, mesh)
+        shape = mesh_shape(request.options.deepspeed.dp or 1, options.fsdp_size, mesh)
         return cls(checkpoint, request, saved, framework, device, shape, _names(framework, saved, len(shape)))
 
 
@@ -258,46 +223,6 @@ def _require_fsdp2(said: int | None, saved: SavedRanks | None) -> None:
         f"{text}; files of FSDP2 are written, and none of FSDP1",
         fix="set the run to FSDP2 (strategy fsdp2 of verl, fsdp_version 2 of Accelerate) and say so: --fsdp-version 2",
     )
-
-
-def _require_plain_mesh(saved: SavedRanks | None) -> None:
-    """Refuse a source whose run cuts tensors in another way than rows, or whose torch pickles other meshes."""
-    if saved is None or saved.mesh is None:
-        return
-    mesh = saved.mesh
-    if saved.other_cuts or len(mesh.shape) > 2 or mesh.ranks != prod(mesh.shape):
-        cut = f"; {listed([printable(n) for n in saved.other_cuts])} are cut in another way" if saved.other_cuts else ""
-        raise RequestError(
-            "request.unsatisfiable",
-            f"the run's tensors lie on {printable(str(mesh))} among {mesh.ranks} ranks, and files are written for FSDP "
-            f"alone, which cuts rows{cut}",
-            fix="--to dcp loads on any mesh",
-        )
-    if mesh.form is not MeshForm.AXES:
-        raise RequestError(
-            "request.unsatisfiable",
-            "the source's torch pickles meshes in an older form, and files are written for torch 2.13 and newer",
-            fix="--to dcp loads with any version of torch",
-        )
-
-
-def _shape(world: int, said: int | None, saved: SavedRanks | None) -> Shape:
-    """The shape of the mesh, as verl makes it of `fsdp_size`: one axis if one copy fills all ranks.
-
-    Source: verl 0.9.1 `workers/engine/fsdp/utils.py` (`create_device_mesh`).
-    """
-    own = saved.mesh.shape[-1] if saved is not None and saved.mesh is not None and len(saved.mesh.shape) == 2 else None
-    size = said or own or world
-    if size >= world:
-        return (world,)
-    if world % size:
-        source = "" if said else " as in the source"
-        raise RequestError(
-            "request.unsatisfiable",
-            f"{world} ranks are no multiple of the {size} ranks that share one copy{source}",
-            fix=f"--dp {world // size * size}, or the run's fsdp_size on {world} ranks: --fsdp-size {world}",
-        )
-    return world // size, size
 
 
 def _names(framework: RankFramework, saved: SavedRanks | None, axes: int) -> tuple[str, ...] | None:
@@ -449,7 +374,7 @@ class _Files:
         """The states of a parameter: its numbers first, as torch has them."""
         found: dict[str | int, Node] = {}
         for name in sorted(parameter.scalars, key=lambda n: n != _STEP):
-            found[name] = _number(name, parameter.scalars[name])
+            found[name] = number_node(name, parameter.scalars[name])
         for name, number in parameter.states.items():
             if name != "fp32":
                 found[name] = rank.parameter(number, parameter.weight)
@@ -465,19 +390,6 @@ class _Files:
         return mapping_of(own)
 
 
-def _number(name: str, scalar: Scalar) -> Node:
-    """A number of a parameter; torch's optimizers keep the step as a tensor of fp32.
-
-    Source: torch 2.13.0 `optim/adam.py` (`__setstate__`).
-    """
-    if name != _STEP or scalar.dtype is not None:
-        return scalar_node(scalar)
-    try:
-        return PLiteral(FLOAT32.name, (), struct.pack("<f", scalar.value))
-    except OverflowError as error:
-        raise SourceError("checkpoint.malformed", f"the step of a parameter is {scalar.value}") from error
-
-
 # What the user is told.
 
 
@@ -487,7 +399,7 @@ def _warnings(target: _Target) -> Iterator[str]:
         yield _FOR_FSDP2
     if checkpoint.optimizer is None:
         yield _NO_OPTIMIZER
-    if len(target.shape) == 2 and target.first_group is None:
+    if len(target.shape) == 2 and target.groups.first is None:
         yield _NO_GROUPS
     if checkpoint.padding_rows:
         yield padding_left_out(checkpoint)
