@@ -218,6 +218,8 @@ def read_optimizer(
     model: Sequence[ModelTensor],
     files: Sequence[str],
     order: Order,
+    *,
+    of_model: bool = True,
 ) -> ReadOptimizer:
     """The optimizer of all ranks under the model's names.
 
@@ -226,6 +228,7 @@ def read_optimizer(
         model: The tensors of the model, in the order of its file.
         files: The names of the optimizer's files, for messages.
         order: The user's word on the order of numbered parameters.
+        of_model: True if the framework makes its optimizer of `model.parameters()`, so that numbers count these.
 
     Raises:
         SourceError: `checkpoint.mixed` where ranks contradict one another, `checkpoint.malformed`.
@@ -233,7 +236,7 @@ def read_optimizer(
     """
     groups = _groups(ranks, files)
     try:
-        return _Reading(ranks, model, files, order, groups).read()
+        return _Reading(ranks, model, files, order, groups, of_model=of_model).read()
     except _Unread as reason:
         undecided = Undecided(reason.question, reason.text, reason.fix)
         return ReadOptimizer(undecided=(undecided,), unread=reason.text)
@@ -288,7 +291,10 @@ class _Reading:
         files: Sequence[str],
         order: Order,
         groups: Sequence[Mapping[Key, Node]],
+        *,
+        of_model: bool,
     ) -> None:
+        self._of_model = of_model
         self._ranks, self._model, self._files, self._order = ranks, model, files, order
         self._shapes = {t.name: t.shape for t in model}
         self._groups = groups
@@ -323,7 +329,7 @@ class _Reading:
             raise SourceError("checkpoint.malformed", "the numbers of the optimizer's parameters leave gaps")
         if not self._numbered:
             return self._with_boxes({key: self._named(str(key)) for key in self._members})
-        if self._is_flat():
+        if self._of_model and self._is_flat():
             self._found.flat = True
             return self._fsdp1()
         return self._with_boxes(self._names_of_numbers(self._shapes_of_numbers()))
@@ -413,6 +419,10 @@ class _Reading:
         self._found.counts_all = {*names} == parameters
         have_shapes = len(shapes if lengths is None else lengths) == len(keys)
         if not own and self._order is None and not (have_shapes and self._proven(names)):
+            if not self._of_model:
+                text = "the optimizer numbers its parameters, and their shapes alone do not tell which is which"
+                model = "--param-order model if the run made its optimizer of model.parameters()"
+                raise _Unread(text, f"{_SAY_ORDER}; {model}")
             self._found.assumed = (_IN_ORDER,)
         return found
 
