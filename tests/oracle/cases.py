@@ -9,7 +9,10 @@ GLOBAL_BATCH = 12  # 1, 2, 3 and 4 ranks divide it, so every world sees the same
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Stage = Literal[0, 1, 2, 3, "bf16opt"]
-OptimizerName = Literal["adam", "adamw", "sgd", "adagrad", "lion", "plain_sgd", "adafactor", "amsgrad", "asgd"]
+OptimizerName = Literal[
+    *("adam", "adamw", "sgd", "adagrad", "lion", "plain_sgd", "adafactor", "amsgrad", "asgd", "muon"),
+    *("ademamix", "radam", "nadam", "adamax", "rmsprop"),
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Case:
         tiny: one narrow layer, for frozen test data.
         extra_states: modules whose extra states the loss depends on: a mapping and a tensor, or a file of bytes too.
         nested: ``state_dict`` nests one dict per submodule, as Megatron's does, and loading wants it so.
+        offload: the optimizer's states are kept on the CPU (``offload_optimizer``).
     """
 
     name: str
@@ -69,6 +73,7 @@ class Case:
     tiny: bool = False
     extra_states: Literal["values", "bytes"] | None = None
     nested: bool = False
+    offload: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data from which ``Case(**data)`` is this case again, for the way into a rank."""
@@ -91,6 +96,10 @@ def ds_config(case: Case, world: int, *, load_universal: bool = False) -> dict[s
     if case.optimizer == "adamw":
         params = {"torch_adam": True, "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
         config["optimizer"] = {"type": "AdamW", "params": params}
+    if case.optimizer == "muon":
+        rates = {"muon_lr": 2e-2, "adam_lr": 1e-2, "weight_decay": 0.01}
+        params = {"torch_adam": True, "momentum": 0.9, "betas": [0.9, 0.95], "eps": 1e-8, **rates}
+        config["optimizer"] = {"type": "Muon", "params": params}
     if case.scheduler:
         top: float | list[float] = [1e-2, 5e-3] if case.two_groups else 1e-2
         config["scheduler"] = {
@@ -108,6 +117,8 @@ def ds_config(case: Case, world: int, *, load_universal: bool = False) -> dict[s
         }
     if case.stage == "bf16opt":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if case.offload:
+        config["zero_force_ds_cpu_optimizer"] = False
     if case.nvme:
         config["zero_force_ds_cpu_optimizer"] = False
         config["aio"] = {"block_size": 512}
@@ -126,6 +137,10 @@ def _zero_section(case: Case) -> dict[str, Any]:
         zero["sub_group_size"] = case.sub_group_size
     if case.stage == 3:
         zero["stage3_param_persistence_threshold"] = 0  # else tiny models are never really gathered
+    if case.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    if case.optimizer == "muon" and case.stage == 3:
+        zero["reduce_scatter"] = False  # DeepSpeed refuses the two together
     if case.nvme:
         zero["offload_optimizer"] = {"device": "nvme", "pin_memory": False, "buffer_count": 4}
     if case.nvme == "parameters":

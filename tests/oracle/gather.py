@@ -187,12 +187,13 @@ def gather_states(engine: Any) -> Gathered:
     tensors: States = {}
     scalars: dict[str, dict[str, float]] = {}
     found = flat_groups(engine)
+    tensors |= _whole_matrices(engine)
     for group in found:
         tensors.update({f"fp32/{name}": value for name, value in _unflatten(group, group.master).items()})
         for key, value in sorted(group.state.items()):
             if torch.is_tensor(value) and value.shape == group.master.shape:
                 tensors.update({f"{key}/{name}": whole for name, whole in _unflatten(group, value).items()})
-            elif value is not None:
+            elif value is not None and not (torch.is_tensor(value) and value.dim()):
                 for slot in group.slots:
                     scalars.setdefault(key, {})[slot.name] = float(value)
     groups = [
@@ -200,6 +201,30 @@ def gather_states(engine: Any) -> Gathered:
         for g, group in enumerate(engine.optimizer.param_groups)
     ]
     return Gathered(tensors, scalars, [[s.name for s in group.slots] for group in found], groups)
+
+
+def _whole_matrices(engine: Any) -> States:
+    """The momentum of Muon at stages 1 and 2, where a rank keeps whole matrices: all that its partition touches."""
+    optimizer = engine.optimizer
+    if type(optimizer).__name__ != "DeepSpeedZeroOptimizer" or optimizer.cpu_offload:
+        return {}
+    names = {p: n for n, p in engine.module.named_parameters()}
+    found: States = {}
+    for g, group in enumerate(optimizer.optimizer.param_groups):
+        state = optimizer.optimizer.state.get(optimizer.single_partition_of_fp32_groups[g], {})
+        if not group.get("use_muon"):
+            continue
+        held: States = {}
+        at = 0
+        for param in optimizer.params_in_partition[g] if "momentum_buffer" in state else ():
+            held[names[param]] = state["momentum_buffer"].narrow(0, at, param.numel()).view(param.shape).clone()
+            at += param.numel()
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, held)
+        for name, value in (item for rank in everybody for item in rank.items()):
+            if not torch.equal(found.setdefault(f"momentum_buffer/{name}", value), value):
+                raise AssertionError(f"two ranks hold different momenta of {name}")
+    return found
 
 
 def names_of(groups: list[FlatGroup], index: int) -> list[str]:

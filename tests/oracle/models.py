@@ -177,6 +177,31 @@ class Lion(torch.optim.Optimizer):
                 moment.mul_(second).add_(param.grad, alpha=1.0 - second)
 
 
+class AdEMAMix(torch.optim.Optimizer):
+    """Two means of gradients, a fast and a slow one (arXiv 2409.03137), under the names of its authors' code."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99, 0.999), "eps": 1e-8, "alpha": 2.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update; the closure is ignored."""
+        for group in self.param_groups:
+            fast, square, slow = group["betas"]
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state["step"] = 0
+                    state |= {name: torch.zeros_like(param) for name in ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq")}
+                state["step"] += 1
+                state["exp_avg_fast"].lerp_(param.grad, 1.0 - fast)
+                state["exp_avg_slow"].lerp_(param.grad, 1.0 - slow)
+                state["exp_avg_sq"].mul_(square).addcmul_(param.grad, param.grad, value=1.0 - square)
+                mean = state["exp_avg_fast"] / (1.0 - fast ** state["step"]) + group["alpha"] * state["exp_avg_slow"]
+                root = (state["exp_avg_sq"] / (1.0 - square ** state["step"])).sqrt() + group["eps"]
+                param.addcdiv_(mean, root, value=-group["lr"])
+
+
 def build_model(case: Case, seed: int) -> TinyLM:
     """The model of ``case`` with weights drawn from ``seed``."""
     torch.manual_seed(seed)
@@ -204,27 +229,27 @@ def param_groups(case: Case, model: nn.Module) -> list[Any]:
     ]
 
 
+_CLIENT_OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=5e-2, momentum=0.9, weight_decay=0.01),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=2e-2, eps=1e-8),
+    "plain_sgd": lambda groups: torch.optim.SGD(groups, lr=5e-2),
+    "adafactor": lambda groups: Adafactor(groups, lr=1e-2, scale_parameter=True, relative_step=False),
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
+    "asgd": lambda groups: torch.optim.ASGD(groups, lr=1e-2, t0=1),
+    "lion": lambda groups: Lion(groups, lr=2e-3, weight_decay=0.01),
+    "ademamix": lambda groups: AdEMAMix(groups, lr=5e-3),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=5e-2, weight_decay=0.01),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
+    "adamax": lambda groups: torch.optim.Adamax(groups, lr=1e-2),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=5e-3, momentum=0.9, centered=True),
+}
+
+
 def client_optimizer(case: Case, groups: list[Any]) -> torch.optim.Optimizer | None:
     """The optimizer object for kinds that DeepSpeed's config cannot name on a CPU, else None."""
-    match case.optimizer:
-        case "adamw":
-            return None
-        case "adam":
-            return torch.optim.Adam(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
-        case "sgd":
-            return torch.optim.SGD(groups, lr=5e-2, momentum=0.9, weight_decay=0.01)
-        case "adagrad":
-            return torch.optim.Adagrad(groups, lr=2e-2, eps=1e-8)
-        case "plain_sgd":
-            return torch.optim.SGD(groups, lr=5e-2)
-        case "adafactor":
-            return Adafactor(groups, lr=1e-2, scale_parameter=True, relative_step=False)
-        case "amsgrad":
-            return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
-        case "asgd":
-            return torch.optim.ASGD(groups, lr=1e-2, t0=1)
-        case "lion":
-            return Lion(groups, lr=2e-3, weight_decay=0.01)
+    make = _CLIENT_OPTIMIZERS.get(case.optimizer)
+    return None if make is None else make(groups)
 
 
 def batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:

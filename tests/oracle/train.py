@@ -5,6 +5,7 @@ Every function is collective, takes JSON-able arguments and returns a JSON-able 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -49,6 +50,9 @@ def build_engine(case: Case, world: int, *, seed: int, load_universal: bool = Fa
     """A DeepSpeed engine for ``case`` with freshly drawn weights."""
     if case.dtype == "fp16":
         _allow_fp16()
+    if case.optimizer == "muon":
+        dynamo: Any = importlib.import_module("torch._dynamo")
+        dynamo.config.disable = True  # DeepSpeed compiles Muon's step, which takes longer than the whole test
     if case.writer == "fast":
         enable_fast_writer()
     config = ds_config(case, world, load_universal=load_universal)

@@ -255,6 +255,17 @@ def zero_options(model: ModelStates) -> Mapping[str | int, Node] | None:
     return section_of(config, "zero_optimization") if is_mapping(config) else None
 
 
+def offloads_optimizer(options: Mapping[str | int, Node] | None) -> bool | None:
+    """True if a section `zero_optimization` keeps optimizer states on the CPU or on NVMe; None for an unknown section.
+
+    Source: deepspeed 0.19.8 `runtime/zero/config.py` (`cpu_offload` is the older name of `offload_optimizer`).
+    """
+    if options is None:
+        return None
+    device = section_of(mapping_of({**options}), "offload_optimizer").get("device")
+    return device in ("cpu", "nvme") or options.get("cpu_offload") is True
+
+
 def configured_stage(model: ModelStates) -> int:
     """The run's ZeRO stage; 0 where its config does not say."""
     stage = (zero_options(model) or {}).get("stage")

@@ -89,7 +89,7 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
             fix="write the weights alone: --to safetensors",
         )
     kinds = Counter(tuple(n for n in states if n in p.states) for p in checkpoint.trained if not p.never_updated)
-    if len(kinds) > 1:
+    if len(kinds) > 1 and not _groups_say_states(checkpoint):
         said = [f"{count} have {listed([n for n in held if n != 'fp32']) or 'none'}" for held, count in kinds.items()]
         raise RequestError(
             "request.unsatisfiable",
@@ -97,6 +97,60 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
             fix="write all of it as a distributed checkpoint: --to dcp; or the weights alone: --to safetensors",
         )
     return list(states)
+
+
+MOMENTUM = "momentum_buffer"
+
+
+def is_muons(group: Mapping[str | int, Node]) -> bool:
+    """True for a param group of matrices that DeepSpeed's Muon updates.
+
+    Source: deepspeed 0.19.8 `runtime/engine.py` (`_muon_param_groups`).
+    """
+    return group.get("use_muon") is True
+
+
+def muons_order(shapes: Iterable[tuple[str, tuple[int, ...]]], model_order: Sequence[str]) -> list[str]:
+    """The names of a group in the order into which Muon sorts it: by shape, the largest first, then as in the model.
+
+    Source: deepspeed 0.19.8 `runtime/zero/muon/original_muon.py` (`MuonWithAuxAdam.__init__`); verified by running.
+    """
+    place = {name: index for index, name in enumerate(model_order)}
+    in_model = sorted(shapes, key=lambda item: place.get(item[0], len(place)))
+    return [name for name, _ in sorted(in_model, key=lambda item: item[1], reverse=True)]
+
+
+_DECIDE_STATES = ("use_muon", "momentum", "amsgrad", "centered")
+"""Hyper-parameters that decide which states an optimizer keeps for a group, by being 0 or false."""
+
+
+def _groups_say_states(checkpoint: Checkpoint) -> bool:
+    """True if one optimizer of DeepSpeed's keeps other states for other param groups, as its hyper-parameters say.
+
+    DeepSpeed's Muon is one optimizer with two kinds of groups: matrices have `momentum_buffer`, all others the states
+    of Adam. Groups with the same hyper-parameters have the same states, and so have the parameters of a group.
+
+    Source: deepspeed 0.19.8 `runtime/zero/muon/muon_optimizer.py`, `runtime/engine.py` (`_muon_param_groups`).
+    """
+    optimizer = checkpoint.optimizer
+    if optimizer is None or not optimizer.groups or not facts_of(checkpoint).order:
+        return False
+    kinds: dict[object, frozenset[str]] = {}
+    for parameter in checkpoint.trained:
+        values = optimizer.groups[parameter.group or 0].hyper_parameters
+        alike = frozenset(values), tuple(bool(values.get(name)) for name in _DECIDE_STATES)
+        if kinds.setdefault(alike, frozenset(parameter.states)) != frozenset(parameter.states):
+            return False
+    return True
+
+
+def states_by_group(checkpoint: Checkpoint, states: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """For each param group those of `states` that its parameters have; all of them if no gradient reached the group."""
+    held: dict[int, set[str]] = {}
+    for parameter in checkpoint.trained:
+        own = held.setdefault(parameter.group or 0, set())
+        own |= set() if parameter.never_updated else {*parameter.states}
+    return {group: tuple(s for s in states if s in own or not own) for group, own in held.items()}
 
 
 def without_recomputed(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[NotCarried, ...]]:
@@ -198,12 +252,16 @@ class Groups:
     def __init__(self, checkpoint: Checkpoint, states: Sequence[str]) -> None:
         """Take the per-element states to write, `fp32` first."""
         self.groups = groups_of(checkpoint)
-        self.states = tuple(states)
+        self._states = states_by_group(checkpoint, states)
 
     @property
     def count(self) -> int:
         """The number of param groups."""
         return len(self.groups)
+
+    def states_of(self, group: int | None) -> tuple[str, ...]:
+        """The states of a group's parameters, `fp32` first."""
+        return self._states.get(group or 0, ("fp32",))
 
     def with_params(self, params: Sequence[Iterable[int]], *, ep: int = 1) -> PList:
         """The entry `param_groups` with these numbers as `params`, for `ep` expert-parallel ranks."""
@@ -250,9 +308,13 @@ class Groups:
     ) -> Node:
         """The optimizer's state of one flat tensor: counters, then per-element states made of these runs."""
         entries = self.scalars_of(parameters)
-        for state in self.states[1:]:
+        for state in self.states_of(parameters[0].group)[1:]:
             entries[state] = PRuns(self.dtype_of(state, parameters).name, shape, runs_of[state])
         return mapping_of(entries)
+
+    def has_state(self, parameters: Sequence[LocalParameter]) -> bool:
+        """True if the optimizer keeps anything for these parameters of one group."""
+        return bool(parameters) and (len(self.states_of(parameters[0].group)) > 1 or any(p.scalars for p in parameters))
 
 
 def _same(scalar: Scalar) -> tuple[object, ...]:

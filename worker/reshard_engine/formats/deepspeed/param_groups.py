@@ -18,12 +18,14 @@ from dataclasses import replace
 from math import prod
 
 from reshard.choices import OpaquePolicy, WeightDecayGroups
-from reshard.errors import RequestError, SourceError, printable
+from reshard.errors import RequestError, SourceError, counted, printable
 from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, ParamGroup
 from reshard_engine.formats.carried import named
 from reshard_engine.formats.deepspeed.facts import ARGS, DeepSpeedFacts, facts_of, namespace_items
 from reshard_engine.formats.deepspeed.files import PARAM_SHAPES
+from reshard_engine.formats.deepspeed.native.target import Target
+from reshard_engine.formats.deepspeed.optimizer import is_muons, muons_order
 from reshard_engine.formats.deepspeed.parallel.experts import expert_of, experts_by_layer, fuse_experts, is_expert_group
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of, plain_value
@@ -178,6 +180,53 @@ def _same(a: ParamGroup, b: ParamGroup) -> bool:
     except SourceError:
         return False
     return bool(left == right)
+
+
+def in_muons_order(checkpoint: Checkpoint, target: Target) -> Checkpoint:
+    """The checkpoint with the matrices of Muon's groups in the order in which the target's run keeps them.
+
+    DeepSpeed's Muon sorts them by shape. Where the model is made under `zero.Init`, every parameter is empty then, and
+    the groups keep the model's order; only a source at ZeRO-3 shows which of the two it is.
+
+    Raises:
+        RequestError: `request.unsatisfiable` where the order is not known, and under tensor or pipeline parallelism,
+            which change shapes and order.
+    """
+    optimizer = checkpoint.optimizer
+    if optimizer is None or not any(is_muons(g.hyper_parameters) for g in optimizer.groups):
+        return checkpoint
+    layout, world = target.layout, checkpoint.world
+    if max(layout.tp, layout.pp, layout.ep, *(world.get(axis, 1) for axis in ("tp", "pp", "ep"))) > 1:
+        raise RequestError(
+            "request.unsatisfiable",
+            "DeepSpeed's Muon orders matrices by the shapes that a rank holds, and this version writes no order for "
+            "tensor, pipeline or expert parallelism",
+            fix="write all of it by name: --to universal, or --to dcp",
+        )
+    groups: list[tuple[ParamGroup, Sequence[Parameter]]] = []
+    for index, group in enumerate(optimizer.groups):
+        members = list(checkpoint.members(index))
+        groups.append((group, _in_order(members, checkpoint, target) if is_muons(group.hyper_parameters) else members))
+    if [p.fqn for _, held in groups for p in held] == [p.fqn for p in checkpoint.trained]:
+        return checkpoint
+    return with_groups(checkpoint, optimizer, groups, origins=range(len(groups)))
+
+
+def _in_order(members: Sequence[Parameter], checkpoint: Checkpoint, target: Target) -> list[Parameter]:
+    """The matrices of one group in the target's order."""
+    if target.stage == 3 and facts_of(checkpoint).zero_stage == 3:
+        return list(members)
+    by_name = {p.fqn: p for p in members}
+    in_model = [name for name in checkpoint.module_names if name in by_name]
+    by_shape = muons_order(((p.fqn, p.shape) for p in members), in_model)
+    if len(in_model) != len(members) or (target.stage == 3 and by_shape != in_model):
+        raise RequestError(
+            "request.unsatisfiable",
+            f"DeepSpeed's Muon keeps {counted(len(members), 'matrix', 'matrices')} in the order of their shapes, and "
+            "at ZeRO-3 under zero.Init in the model's order: the source does not say which one the target's run has",
+            fix="--zero-stage 1, 2 or bf16; or convert a save of ZeRO-3, whose files have the order",
+        )
+    return [by_name[name] for name in by_shape]
 
 
 def with_groups(

@@ -1,8 +1,9 @@
 """Stage 0: nothing is partitioned; `module` holds the weights, and `optimizer` holds the optimizer's state.
 
-The optimizer numbers its parameters group by group and stores no names. Names follow from `module`
-(which is in the model's order) only if exactly one assignment keeps that order within each group and
-fits every shape; otherwise the reader leaves out the optimizer states with a warning, and never guesses.
+The optimizer numbers its parameters group by group and stores no names. Names follow from `module` (which is in the
+model's order) only if exactly one assignment keeps that order within each group and fits every shape; otherwise the
+reader leaves out the optimizer states with a warning, and never guesses. Muon sorts its matrices by shape: it has the
+model's order among those of one shape.
 The order itself is proven in 16 bits, where each master must round to the weight of its name, and by shapes that come
 once. In fp32 a warning says that it is assumed, unless the user says it (`--param-order`).
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 from typing import Any, TypeAlias
 
@@ -32,6 +34,7 @@ from reshard_engine.formats.deepspeed.optimizer import (
     Groups,
     clip_grad_of,
     flat_runs,
+    is_muons,
     plain_entries,
     state_runs,
     trained_groups,
@@ -394,7 +397,7 @@ class _Stage0Optimizer:
             (flat,) = assign_names(named, [[s for group in shapes for s in group]])
             names = names_as_said(named, shapes, flat)
         else:
-            names = assign_names(named, shapes)
+            names = self._in_models_order(named, shapes)
         self.unproven = not self.has_masters and not shapes_prove(named, shapes)
         owned: dict[str, Parameter] = {}
         for group, (ids, group_names) in enumerate(zip(self._groups, names, strict=True)):
@@ -409,6 +412,17 @@ class _Stage0Optimizer:
                     states["fp32"] = weight
                 owned[name] = Parameter(name, candidates[name], group, weights[name], states, scalars)
         return owned
+
+    def _in_models_order(
+        self, named: Sequence[Named], shapes: Sequence[Sequence[tuple[int, ...] | None]]
+    ) -> list[list[str]]:
+        """The names by group, each in the model's order; Muon sorts by shape, and has it among equal shapes."""
+        runs: list[list[list[tuple[int, ...] | None]]] = []
+        for node, group in zip(self.group_nodes, shapes, strict=True):
+            sorts = is_muons(mapping_items(node, what="param_groups")) and None not in group
+            runs.append([list(same) for _, same in groupby(group)] if sorts else [list(group)])
+        found = iter(assign_names(named, [run for group in runs for run in group]))
+        return [[name for _ in group for name in next(found)] for group in runs]
 
     def _shape(self, group: int, place: int, index: int) -> tuple[int, ...] | None:
         """The shape that the optimizer's own tensors show, or None before the first step."""
@@ -573,8 +587,8 @@ def _per_parameter(groups: Groups, members: Sequence[Sequence[LocalParameter]]) 
     for group in members:
         numbers.append(list(range(count, count + len(group))))
         for number, parameter in zip(numbers[-1], group, strict=True):
-            runs: dict[str, tuple[Run, ...]] = {s: state_runs(parameter, s) for s in groups.states}
-            if len(groups.states) > 1 or parameter.scalars:
+            runs: dict[str, tuple[Run, ...]] = {s: state_runs(parameter, s) for s in groups.states_of(parameter.group)}
+            if groups.has_state([parameter]):
                 state[number] = groups.state_entry([parameter], runs, parameter.shape)
         count += len(group)
     return mapping_of({"state": mapping_of(state), "param_groups": groups.with_params(numbers)})
@@ -584,10 +598,10 @@ def _flat(groups: Groups, members: Sequence[Sequence[LocalParameter]]) -> dict[s
     state: dict[str | int, Node] = {}
     masters: list[Node] = []
     for index, group in enumerate(members):
-        runs = {s: tuple(flat_runs(group, [0] * len(group), s)) for s in groups.states}
+        runs = {s: tuple(flat_runs(group, [0] * len(group), s)) for s in groups.states_of(index)}
         shape = (sum(p.numel for p in group),)
         masters.append(PRuns((groups.dtype_of("fp32", group) if group else FLOAT32).name, shape, runs["fp32"]))
-        if group and (len(groups.states) > 1 or any(p.scalars for p in group)):
+        if groups.has_state(group):
             state[index] = groups.state_entry(group, runs, shape)
     numbers = [[index] for index in range(len(members))]
     inner = mapping_of({"state": mapping_of(state), "param_groups": groups.with_params(numbers)})

@@ -10,21 +10,26 @@ Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`_configure_distribute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
 
-from reshard.errors import SourceError
+from reshard.errors import RequestError, SourceError
+from reshard_engine.checkpoint import Agreement
 from reshard_engine.formats.deepspeed.files import PARAM_SHAPES, VERSION, round_robin_order
 from reshard_engine.formats.deepspeed.native.target import LocalModel, LocalParameter, Target
 from reshard_engine.formats.deepspeed.optimizer import (
+    MOMENTUM,
     Groups,
     clip_grad_of,
     flat_runs,
     fragment_node,
+    is_muons,
     scaler_entries,
+    state_runs,
     trained_groups,
     zero_stage_node,
 )
@@ -39,6 +44,7 @@ from reshard_engine.formats.deepspeed.partitioning import (
 )
 from reshard_engine.formats.deepspeed.rank_files import ModelStates, RankStates, Shapes, parse_param_shapes
 from reshard_engine.pickles.nodes import Node, PList, PRuns, is_mapping, mapping_of, ordered_dict
+from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.shard_map import Column, ShardMapBuilder
 
 
@@ -125,6 +131,143 @@ def _check_sizes(lengths: Column, total: int, held: int, ranks: int, what: str) 
     # All ranks hold equal partitions, but files lack the padding at the end: it may cover one rank or several.
     if len(short) and bool((lengths[short[0] + 1 :] > 0).any()):
         raise SourceError("checkpoint.coverage", f"{what}: rank {short[0]} of {ranks} holds a short partition")
+
+
+# Muon's momentum at stages 1 and 2: whole matrices, where all other states are cut into partitions.
+#
+# DeepSpeed orthogonalizes whole matrices. So a rank keeps the momentum of every matrix of which its partition holds
+# elements, one matrix after another, and a matrix on the border of two partitions is on both of their ranks. Where the
+# optimizer is offloaded, the momentum is cut as the masters are, and so it is in BF16_Optimizer.
+#
+# Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`get_partition_info`, `_muon_momentum_buffer`,
+# `_get_flat_partition_unpadded`, `_apply_muon_updates_cpu_offload`), `runtime/bf16_optimizer.py`
+# (`_prepare_muon_updates`), `runtime/engine.py` (`_muon_param_groups`: `use_muon`); verified by running.
+
+
+def matrices_of(starts: Sequence[int], numels: Sequence[int], partition_numel: int, ranks: int) -> list[list[int]]:
+    """For each rank the parameters of which its partition of a flat group holds elements, in flat order.
+
+    Args:
+        starts: The first element of each parameter in the flat group.
+        numels: The elements of each parameter.
+        partition_numel: The elements of a rank's partition, padding included.
+        ranks: The number of partitions.
+    """
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for index, (start, numel) in enumerate(zip(starts, numels, strict=True)):
+        if numel:
+            last = (start + numel - 1) // partition_numel
+            for rank in range(start // partition_numel, min(last, ranks - 1) + 1):
+                found[rank].append(index)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The matrices of which each rank keeps the whole momentum."""
+
+    by_rank: tuple[tuple[int, ...], ...]
+    """Positions in the group's flat order."""
+    numels: tuple[int, ...]
+    """The elements of each matrix."""
+
+    @classmethod
+    def of(cls, shapes: Shapes, paddings: Sequence[int], masters: Sequence[int]) -> Matrices:
+        """The matrices of a group.
+
+        Args:
+            shapes: Names and shapes in flat order.
+            paddings: Alignment padding after each parameter, in elements; empty for none.
+            masters: The elements of each rank's masters. The file has them without the padding at the end.
+        """
+        numels = [prod(shape) for _, shape in shapes]
+        pads = list(paddings) or [0] * len(numels)
+        ends = np.cumsum([n + p for n, p in zip(numels, pads, strict=True)], dtype=np.int64).tolist()
+        starts = [0, *ends[:-1]] if ends else []
+        found = matrices_of(starts, numels, max(max(masters, default=0), 1), len(masters))
+        return cls(tuple(map(tuple, found)), tuple(numels))
+
+    def fit(self, lengths: Sequence[int]) -> bool:
+        """True if each rank's tensor has as many elements as its matrices."""
+        return [sum(self.numels[i] for i in held) for held in self.by_rank] == list(lengths)
+
+    def are_partitions(self, partition_numel: int) -> bool:
+        """True if each rank's matrices are its partition, so that both layouts are the same."""
+        seen = [i for held in self.by_rank for i in held]
+        return len(seen) == len(set(seen)) and self.fit([partition_numel] * len(self.by_rank))
+
+    def are_kept(self, lengths: Sequence[int], *, offloads: bool | None, what: str) -> bool:
+        """True if the ranks keep whole matrices of Muon's momentum, False if they keep their partitions.
+
+        Args:
+            lengths: The elements of each rank's momentum.
+            offloads: True if the optimizer is offloaded; None where the config does not say.
+            what: The group and state, for messages.
+
+        Raises:
+            SourceError: `checkpoint.coverage` if the lengths are those of no layout, `checkpoint.ambiguous` if they are
+                those of both and nothing says which it is.
+        """
+        fits = self.fit(lengths)
+        if offloads is None and fits and len({*lengths}) == 1 and not self.are_partitions(lengths[0]):
+            raise SourceError(
+                "checkpoint.ambiguous",
+                f"{what}: the ranks' lengths fit whole matrices and partitions, and its ds_config is a path, which "
+                "does not say whether the optimizer was offloaded",
+                fix="load it once on as many ranks, with the config as a dict, and save it again",
+            )
+        whole = fits if offloads is None else not offloads
+        if whole and not fits:
+            raise SourceError(
+                "checkpoint.coverage",
+                f"{what}: the ranks hold {', '.join(map(str, lengths[:8]))} elements, and the matrices in their "
+                "partitions have others: DeepSpeed's Muon keeps whole matrices at ZeRO-1 and 2",
+                fix="the files are of different saves, or the run loaded a universal checkpoint and took no step yet: "
+                "copy one whole save, or take an older one",
+            )
+        return whole
+
+    def add(
+        self,
+        builder: ShardMapBuilder,
+        name: str,
+        shapes: Shapes,
+        *,
+        dtype: Dtype,
+        partitions: Sequence[Partition | None],
+    ) -> tuple[list[int], list[Agreement]]:
+        """Register the matrices of all ranks: a tensor for each parameter, and the pairs of copies that must agree.
+
+        Args:
+            builder: Collects tensors and pieces.
+            name: The state.
+            shapes: Names and shapes of the group, in flat order.
+            dtype: Its element type.
+            partitions: The tensor of each rank; None for a rank without matrices.
+        """
+        tensors: dict[int, int] = {}
+        agreements: list[Agreement] = []
+        for rank, (held, partition) in enumerate(zip(self.by_rank, partitions, strict=True)):
+            if partition is None:
+                continue
+            at = partition.offset
+            for index in held:
+                fqn, shape = shapes[index]
+                tensor = builder.tensor(fqn, name, dtype, shape)
+                builder.whole(tensor, file=partition.file, offset=at)
+                at += self.numels[index] * dtype.itemsize_bytes
+                if (first := tensors.setdefault(index, tensor)) != tensor:
+                    agreements.append(Agreement(fqn, name, first, tensor, f"rank {rank}", fix=_SPLIT))
+        for index, (fqn, shape) in enumerate(shapes):
+            if index not in tensors:  # no elements
+                tensors[index] = builder.tensor(fqn, name, dtype, shape)
+        return [tensors[index] for index in range(len(shapes))], agreements
+
+
+_SPLIT = (
+    "the ranks computed different momenta for a matrix on the border of their partitions, so that their run was not "
+    "one: save it again with reduce_scatter off, or write the weights alone: --to safetensors"
+)
 
 
 # The parameters of each flat group, from `param_shapes`, which versions of DeepSpeed store in different files.
@@ -273,6 +416,15 @@ class _FlatGroup:
         """The runs of elements that make up each state of one rank's partition."""
         return {state: tuple(found[rank]) for state, found in self._pieces.items()}
 
+    @cached_property
+    def _matrices(self) -> list[list[int]]:
+        numels = [p.numel for p in self.members]
+        return matrices_of(self.layout.starts, numels, max(self.layout.partition_numel, 1), self.ranks)
+
+    def momentum_of(self, rank: int) -> tuple[Run, ...]:
+        """The runs of the whole matrices of which a rank's partition holds elements, for Muon."""
+        return tuple(run for i in self._matrices[rank] for run in state_runs(self.members[i], MOMENTUM))
+
     def fragments_of(self, rank: int) -> Node:
         """The elements of each parameter that a rank's partition holds, as `param_slice_mappings` has them."""
         begin, end = rank * self.layout.partition_numel, (rank + 1) * self.layout.partition_numel
@@ -291,11 +443,13 @@ class FlatStates:
         """Lay out all groups, once for all ranks."""
         self._groups, self._target = groups, target
         self._flat: list[list[_FlatGroup]] = []
-        for group, members in zip(groups.groups, trained_groups(model, groups.count), strict=True):
+        self._whole = [_keeps_matrices(g.hyper_parameters, target) for g in groups.groups]
+        for index, (group, members) in enumerate(zip(groups.groups, trained_groups(model, groups.count), strict=True)):
             ep = target.layout.ep if is_expert_group(group) else 1
+            states = groups.states_of(index)
             # Only experts are spread over expert-parallel ranks: each of these has a flat tensor of its own.
             self._flat.append(
-                [_FlatGroup(held_by(members, model, ep, e), target.dp // ep, target, groups.states) for e in range(ep)]
+                [_FlatGroup(held_by(members, model, ep, e), target.dp // ep, target, states) for e in range(ep)]
             )
 
     def _of(self, rank: int) -> list[tuple[_FlatGroup, int]]:
@@ -333,10 +487,15 @@ class FlatStates:
     def _base_state(self, mine: Sequence[tuple[_FlatGroup, int]]) -> Node:
         state: dict[str | int, Node] = {}
         for index, (flat, place) in enumerate(mine):
-            has_state = len(self._groups.states) > 1 or any(p.scalars for p in flat.members)
-            if flat.members and has_state:
-                shape = (flat.layout.partition_numel,)
-                state[index] = self._groups.state_entry(flat.members, flat.runs_of(place), shape)
+            if not self._groups.has_state(flat.members):
+                continue
+            runs, shape = flat.runs_of(place), (flat.layout.partition_numel,)
+            if self._whole[index] and MOMENTUM in runs:
+                runs[MOMENTUM] = flat.momentum_of(place)
+                shape = (sum(end - begin for _, begin, end in runs[MOMENTUM]),)
+                if not shape[0]:
+                    continue  # DeepSpeed keeps no momentum on a rank whose partition is all padding
+            state[index] = self._groups.state_entry(flat.members, runs, shape)
         groups = self._groups.with_params([[index] for index in range(self._groups.count)], ep=self._target.layout.ep)
         return mapping_of({"state": mapping_of(state), "param_groups": groups})
 
@@ -350,3 +509,21 @@ class FlatStates:
     def shapes(self) -> list[list[LocalParameter]]:
         """The content of `param_shapes`: the members of each group in flat order, as the first rank holds them."""
         return [list(flats[0].members) for flats in self._flat]
+
+
+def _keeps_matrices(group: Mapping[str | int, Node], target: Target) -> bool:
+    """True if the target's run keeps whole matrices of a group's momentum.
+
+    Raises:
+        RequestError: `request.unsatisfiable` where nothing says whether the run offloads its optimizer.
+    """
+    if not is_muons(group) or target.bf16_optimizer:
+        return False
+    if target.offloads is None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"at ZeRO-{target.stage} DeepSpeed's Muon keeps whole matrices on each rank, or parts of them with "
+            "offload_optimizer, and the source's ds_config is a path or absent, so that nothing says which",
+            fix="--zero-stage 3, or bf16, where the layout is one in either case",
+        )
+    return not target.offloads

@@ -166,10 +166,10 @@ class ShardedStates:
         for number, whole in enumerate(self._sub_groups):
             experts, members = self._experts(whole), self._held(whole, rank)
             ranks, place = self._ranks(experts=experts), self._target.expert_place(rank)[1] if experts else rank
-            runs = {s: _joined(members, s, place, ranks) for s in self._groups.states}
+            runs = {s: _joined(members, s, place, ranks) for s in self._groups.states_of(members[0].group)}
             shape = (sum(-(-p.numel // ranks) for p in members),)
             masters.append(PRuns(self._groups.dtype_of("fp32", members).name, shape, runs["fp32"]))
-            if len(self._groups.states) > 1 or any(p.scalars for p in members):
+            if self._groups.has_state(members):
                 state[number] = self._groups.state_entry(members, runs, shape)
         groups = self._groups.with_params(self._numbers, ep=self._target.layout.ep)
         entries[OPTIMIZER_STATE] = mapping_of({"state": mapping_of(state), "param_groups": groups})

@@ -399,7 +399,12 @@ class _Assembly:
             shard_map=self._builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=(*module.warnings, *self._warnings(first)),
-            agreements=(*self._joiner.agreements, *self._copies.agreements, *self._roundings(parameters)),
+            agreements=(
+                *self._joiner.agreements,
+                *self._copies.agreements,
+                *(a for s in self._slices for a in s.agreements),
+                *self._roundings(parameters),
+            ),
             facts=DeepSpeedFacts(
                 zero_stage=first.stage,
                 stage_layers=self._stage_layers(),

@@ -13,12 +13,19 @@ from math import prod
 
 from reshard.errors import SourceError, printable
 from reshard.models.jobs import NotCarried
-from reshard_engine.checkpoint import Buffer, Parameter, Scalar
+from reshard_engine.checkpoint import Agreement, Buffer, Parameter, Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TreeTensors, add_whole_tensor, place_of
 from reshard_engine.formats.carried import NotCarriedKeys
-from reshard_engine.formats.deepspeed.config import data_before_experts, may_be_quantized, uses_round_robin
+from reshard_engine.formats.deepspeed.config import (
+    data_before_experts,
+    may_be_quantized,
+    offloads_optimizer,
+    uses_round_robin,
+    zero_options,
+)
 from reshard_engine.formats.deepspeed.files import FROZEN_FRAGMENTS, FROZEN_SHAPES, OPTIMIZER_STATE
+from reshard_engine.formats.deepspeed.optimizer import MOMENTUM, is_muons, muons_order
 from reshard_engine.formats.deepspeed.parallel.experts import (
     ExpertGroup,
     FusedExperts,
@@ -28,7 +35,14 @@ from reshard_engine.formats.deepspeed.parallel.experts import (
 )
 from reshard_engine.formats.deepspeed.rank_files import ModelStates, RankStates, Shapes, read_scalar
 from reshard_engine.formats.deepspeed.zero3 import add_sharded_params, add_sharded_tensor, swapped_partition
-from reshard_engine.formats.deepspeed.zero12 import Partition, add_flat_group, shapes_by_group, shown_order, undealt
+from reshard_engine.formats.deepspeed.zero12 import (
+    Matrices,
+    Partition,
+    add_flat_group,
+    shapes_by_group,
+    shown_order,
+    undealt,
+)
 from reshard_engine.pickles.nodes import (
     Node,
     PObject,
@@ -62,6 +76,8 @@ class Slice:
     """Parameters in which AutoEP fused experts."""
     rank_numbers: frozenset[str]
     """Names of states that are one number for each data-parallel rank and differ between ranks."""
+    agreements: tuple[Agreement, ...] = ()
+    """Copies of matrices that several data-parallel ranks keep whole."""
 
     @property
     def model(self) -> ModelStates:
@@ -86,8 +102,12 @@ def add_slice(
     parts = expert_groups(shapes, states, fused, data_first=data_before_experts(model))
     group_of = _groups_of(first, len(shapes))
     by_name: dict[str, dict[str, int]] = {}
+    whole = list(_matrices(states, model, parts, group_of))
+    others = [p for p in parts if all(p is not part for part, _ in whole)]
     for key in ("fp32", *_positional_keys(states)):
-        _add_state(builder, key, states, parts, number=number, by_name=by_name)
+        of_key = others if key == MOMENTUM else parts
+        _add_state(builder, key, states, of_key, number=number, by_name=by_name)
+    agreements = [a for g in whole for a in _add_matrices(builder, states, g, number=number, by_name=by_name)]
     trained: list[Parameter] = []
     rank_numbers: set[str] = set()
     may_deal = first.stage in (1, 2) and not first.bf16_optimizer and len(states) > 1
@@ -99,11 +119,13 @@ def add_slice(
         for part in same:
             ranks, spread = [states[r] for r in part.ranks], part.ep
             order: Sequence[int] = range(len(part.shapes))
-            names = [n for n, _ in part.shapes]
+            names, model_order = [n for n, _ in part.shapes], list(model.module)
+            if first.param_groups and is_muons(first.param_groups[group_of[index]]):
+                model_order = muons_order(part.shapes, model_order)
             if said:
-                order = undealt(names, len(ranks), list(model.module))
+                order = undealt(names, len(ranks), model_order)
             elif said is None:
-                shown = shown_order(names, len(ranks), list(model.module), _fragments(ranks, index))
+                shown = shown_order(names, len(ranks), model_order, _fragments(ranks, index))
                 unproven |= shown is None
                 dealt |= shown not in (None, [*order])
                 order = order if shown is None else shown
@@ -117,7 +139,8 @@ def add_slice(
         trained += group
     ep = max((p.ep for p in parts), default=1)
     held = tuple(fused.without(m) for m in models)
-    return Slice(tuple(states), held, tuple(trained), ep, dealt, unproven, fused, frozenset(rank_numbers))
+    numbers = frozenset(rank_numbers)
+    return Slice(tuple(states), held, tuple(trained), ep, dealt, unproven, fused, numbers, tuple(agreements))
 
 
 def _fragments(ranks: Sequence[RankStates], index: int) -> list[str]:
@@ -246,6 +269,63 @@ def _add_state(
             itemsize_bytes=group.itemsize_bytes,
             what=printable(key),
         )
+
+
+def _matrices(
+    states: Sequence[RankStates], model: ModelStates, parts: Sequence[ExpertGroup], group_of: Sequence[int]
+) -> Iterator[tuple[ExpertGroup, Matrices]]:
+    """The flat groups of whose momentum Muon keeps whole matrices, and the matrices of each rank.
+
+    Raises:
+        SourceError: `checkpoint.coverage` if the ranks' tensors have the lengths of no layout, `checkpoint.ambiguous`
+            if nothing says which of two it is, `source.unsupported` for experts.
+    """
+    first = states[0]
+    if first.stage == 3 or first.bf16_optimizer or not first.param_groups:
+        return
+    offloads = offloads_optimizer(zero_options(model))
+    for part in parts:
+        index, ranks = part.index, [states[r] for r in part.ranks]
+        lengths = [t.numel if isinstance(t := s.states[index].get(MOMENTUM), PTensor) else 0 for s in ranks]
+        if not is_muons(first.param_groups[group_of[index]]) or not any(lengths):
+            continue
+        pads = first.alignment_paddings[index] if index < len(first.alignment_paddings) else ()
+        found = Matrices.of(part.shapes, pads, [s.fp32[index].numel for s in ranks])
+        if not found.are_kept(lengths, offloads=offloads, what=f"group {index}, {MOMENTUM}"):
+            continue
+        if part.ep > 1:
+            raise SourceError(
+                "source.unsupported",
+                f"group {index} holds experts that Muon updates on {part.ep} expert-parallel ranks, of which each "
+                "keeps whole matrices: this version does not read them",
+                fix="write from a save with offload_optimizer, whose momentum is cut as the masters are",
+            )
+        yield part, found
+
+
+def _add_matrices(
+    builder: ShardMapBuilder,
+    states: Sequence[RankStates],
+    group: tuple[ExpertGroup, Matrices],
+    *,
+    number: Mapping[SourceFile, int],
+    by_name: dict[str, dict[str, int]],
+) -> list[Agreement]:
+    """Register the momentum of one of Muon's groups; returns the copies that must agree."""
+    part, matrices = group
+    held = [(s.torch_file, s.states[part.index].get(MOMENTUM)) for s in (states[r] for r in part.ranks)]
+    dtypes = {t.dtype for _, t in held if isinstance(t, PTensor)}
+    if len(dtypes) != 1:
+        raise SourceError("checkpoint.mixed", f"group {part.index}: {MOMENTUM} has several element types")
+    places = [
+        Partition(number[file.file], file.tensor_offset(tensor), tensor.numel) if isinstance(tensor, PTensor) else None
+        for file, tensor in held
+    ]
+    dtype = BY_NAME[dtypes.pop()]
+    tensors, agreements = matrices.add(builder, MOMENTUM, part.shapes, dtype=dtype, partitions=places)
+    for (name, _), tensor in zip(part.shapes, tensors, strict=True):
+        by_name.setdefault(name, {})[MOMENTUM] = tensor
+    return agreements
 
 
 def _scalars(states: Sequence[RankStates], index: int) -> Mapping[str, Scalar]:

@@ -10,7 +10,13 @@ from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Scalar
-from reshard_engine.formats.deepspeed.config import DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
+from reshard_engine.formats.deepspeed.config import (
+    DEFAULT_SUB_GROUP_SIZE,
+    RunConfig,
+    config_for,
+    offloads_optimizer,
+    section_of,
+)
 from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, facts_of
 from reshard_engine.formats.deepspeed.files import CONFIG, VERSION
 from reshard_engine.formats.deepspeed.partitioning import Run
@@ -62,6 +68,12 @@ class Target:
     def config_said(self) -> bool:
         """True if the source has the run's config and the version that read it: what the config lacks is a default."""
         return is_mapping(self.source_config) and self.version_said
+
+    @property
+    def offloads(self) -> bool | None:
+        """True if the run keeps optimizer states off the device; None where its config is a path or absent."""
+        config = self.source_config
+        return offloads_optimizer(section_of(config, "zero_optimization") if is_mapping(config) else None)
 
     @property
     def prefix(self) -> str:

@@ -75,6 +75,7 @@ from reshard_engine.formats.deepspeed.parallel.rules import AFFINE, PADDED_VOCAB
 from reshard_engine.formats.deepspeed.parallel.tensor import Cutter
 from reshard_engine.formats.deepspeed.param_groups import (
     group_changes,
+    in_muons_order,
     megatron_grouped,
     regrouped,
     trainers_scheduler,
@@ -461,7 +462,7 @@ class ZeroWriter:
         refuse_impossible_layout(target, checkpoint)
         source = checkpoint
         checkpoint = megatron_grouped(
-            regrouped(checkpoint, target.layout.ep),
+            in_muons_order(regrouped(checkpoint, target.layout.ep), target),
             sharded=target.stage == 3,
             wanted=request.options.deepspeed.weight_decay_groups,
         )

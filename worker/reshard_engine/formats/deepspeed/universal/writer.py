@@ -47,8 +47,10 @@ from reshard_engine.formats.deepspeed.optimizer import (
     ADAM_STATES,
     groups_of,
     is_adam,
+    is_muons,
     random_states,
     require_optimizer,
+    states_by_group,
     states_to_write,
     with_all_counters,
     without_recomputed,
@@ -103,6 +105,13 @@ _NAMES = ("name", "param_names")
 _AMSGRAD = "max_exp_avg_sq"
 
 
+_MUONS_LOADERS = (
+    "DeepSpeed's universal loader takes Muon's momentum in BF16_Optimizer, and at ZeRO-1 and 2 with offload_optimizer "
+    "or on one rank. Elsewhere at ZeRO-1 and 2 the first step ends with a RuntimeError, and at ZeRO-3 the load with a "
+    "FileNotFoundError: convert --to zero for those"
+)
+
+
 def stage_3_warnings(states: Sequence[str], groups: Sequence[ParamGroup]) -> Iterator[str]:
     """Yield what the loader of ZeRO-3 loses: states beside Adam's, and hyper-parameters of all groups but the first.
 
@@ -111,7 +120,9 @@ def stage_3_warnings(states: Sequence[str], groups: Sequence[ParamGroup]) -> Ite
         groups: The param groups of a run at ZeRO-3.
     """
     others = [s for s in states if s not in ("fp32", *ADAM_STATES)]
-    if others and set(ADAM_STATES).issubset(states):
+    if any(is_muons(g.hyper_parameters) for g in groups):
+        yield _MUONS_LOADERS
+    elif others and set(ADAM_STATES).issubset(states):
         fails = f" (the first step of amsgrad raises KeyError: {_AMSGRAD!r})" if _AMSGRAD in others else ""
         text = f"at ZeRO-3 DeepSpeed's universal loader does not load {listed(others)}{fails}"
         yield f"{text}: resume at ZeRO-1 or 2, or convert --to zero"
@@ -298,8 +309,13 @@ def _atoms(checkpoint: Checkpoint, states: list[str], padding: Cutter | None) ->
     cache: dict[object, FileTemplate] = {}
     tensors, fused = checkpoint.shard_map.tensors, fuse_experts(checkpoint)
     files: list[TargetFile] = []
+    # One optimizer may keep other states for other groups. States that no group has are added, for all groups.
+    own = states_by_group(checkpoint, states)
+    held = {state for kept in own.values() for state in kept}
     for state in states:
         for parameter in checkpoint.trained:
+            if state in held and state not in own[parameter.group or 0]:
+                continue
             if padding is not None and parameter.cut is not None and parameter.cut.vocabulary is not None:
                 files.append(_padded_atom(state, padding.local(parameter, 0), parameter.cut, checkpoint.shard_map))
                 continue
@@ -357,7 +373,10 @@ def _step_files(checkpoint: Checkpoint) -> list[TargetFile]:
     cache: dict[tuple[object, ...], FileTemplate] = {}
     files: list[TargetFile] = []
     counts = any(p.scalars for p in checkpoint.trained) or is_adam(checkpoint)
+    matrices = {index for index, group in enumerate(groups_of(checkpoint)) if is_muons(group.hyper_parameters)}
     for parameter in checkpoint.trained if counts else ():
+        if parameter.group in matrices:
+            continue  # Muon counts nothing
         step = _step(parameter)
         # 0.0 and -0.0 would be one key by value, and a nan would never be found: so the key has the bytes.
         key = (step.raw, step.dtype, step.shape, type(step.value), None if step.dtype else repr(step.value))
@@ -466,7 +485,8 @@ def _optimizer_state(checkpoint: Checkpoint, *, by_stage: bool) -> Node:
     facts, own = facts_of(checkpoint), groups_of(checkpoint)
     params = facts.params if len(facts.params) == len(own) else [PList([i]) for i in range(len(own))]
     groups: Node = PList([group_node(g, p) for g, p in zip(own, params, strict=True)])
-    first = checkpoint.trained[0] if checkpoint.trained else None
+    counted = [p for p in checkpoint.trained if p.scalars]
+    first = next(iter(counted or checkpoint.trained), None)
     step: Node = scalar_node(_step(first)) if first is not None else 0
     # Stage 3 reads these, the other stages those at the top: Megatron-DeepSpeed has other groups there.
     others = sharded_groups(checkpoint) if by_stage else []

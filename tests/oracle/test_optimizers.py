@@ -1,0 +1,195 @@
+"""Optimizers beside Adam, by their own states: DeepSpeed trains with them, Reshard cuts anew, and the runs go on.
+
+docs/optimizers.md has the table that these tests prove.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from house.shared import made_once
+from house.tiers import rest_full
+from oracle.cases import Case
+from oracle.driver import Oracle, Trained
+from oracle.launcher import WorldError
+from oracle.outputs import convert, read_universal
+from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences, meta_differences
+from reshard.errors import RequestError, SourceError
+from reshard.options import NativeLayout
+
+MUON: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case("z0_fp32", 0, "fp32", optimizer="muon"),
+        Case("z1_fp32", 1, "fp32", optimizer="muon"),
+        Case("z1_bf16", 1, "bf16", optimizer="muon", parameter_alignment=True),
+        Case("z2_fp32", 2, "fp32", optimizer="muon", scheduler=True),
+        Case("z2_bf16", 2, "bf16", optimizer="muon", round_robin=True),
+        Case("z2_offload", 2, "fp32", optimizer="muon", offload=True),
+        Case("z3_fp32", 3, "fp32", optimizer="muon", sub_group_size=150),
+        Case("z3_bf16", 3, "bf16", optimizer="muon"),
+        Case("bf16opt", "bf16opt", "bf16", optimizer="muon"),
+    )
+}
+MATRICES = {f"layers.{n}.{part}.weight" for n in range(3) for part in ("up", "down")}
+"""What DeepSpeed gives Muon: weights of two dimensions, but embeddings. The rest is Adam's."""
+
+
+def muon(name: str, oracle: Oracle, factory: pytest.TempPathFactory) -> Trained:
+    """A run with DeepSpeed's Muon, trained once per test run; on four ranks, a matrix lies on two of them."""
+    world = 4 if name.startswith("z1") else 3
+
+    def train(folder: Path) -> list[object]:
+        run = oracle.train(MUON[name], folder, world=world)
+        return [run.tag, run.losses_before, run.losses_after]
+
+    folder, (tag, before, after) = made_once(factory, f"muon-{name}", train)
+    return Trained(folder / "ckpt", tag, tuple(before), tuple(after), MUON[name], world)
+
+
+def native(run: Trained, folder: Path, world: int) -> tuple[str, ...]:
+    """Converts to as many ranks of the same stage; the warnings."""
+    stage = "bf16" if run.case.stage == "bf16opt" else str(run.case.stage)
+    layout = NativeLayout(dp=world, zero_stage=stage, sub_group_size=run.case.sub_group_size)
+    result = convert(run.dir, folder / run.tag, "zero", layout=layout)
+    assert result.not_carried == ()
+    return result.warnings
+
+
+def widened(run: Trained) -> set[str]:
+    """The differences of a momentum in the model's 16 bits: torch widens it to the type of the masters as it loads."""
+    shapes = {n: f"[{', '.join(map(str, t.shape))}]" for n, t in run.truth.kind("momentum_buffer").items()}
+    return {f"momentum_buffer/{name}: BF16{shape} != F32{shape}" for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("name", rest_full(MUON, "z1_fp32", "z2_bf16", "z3_fp32"))
+def test_muon_goes_on_on_fewer_ranks(
+    name: str, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """Momentum of matrices, Adam's moments of the rest, and hyper-parameters: as they were, bit for bit."""
+    run = muon(name, oracle, tmp_path_factory)
+    assert run.truth.kind("momentum_buffer").keys() == MATRICES
+    assert run.truth.kind("exp_avg").keys() == run.truth.kind("fp32").keys() - MATRICES
+    native(run, tmp_path / "out", 2)
+    resumed = oracle.resume_native(run.case, tmp_path / "out", tmp_path / "state", world=2)
+    assert [text for text in differences(run.truth, resumed.state) if text not in widened(run)] == []
+    assert meta_differences(run.truth, resumed.state) == []
+    assert resumed.losses == pytest.approx(run.losses_after, rel=2e-3 if run.case.dtype == "bf16" else 1e-5)
+    assert len(set(run.losses_after)) == 3
+    # When DeepSpeed's own converter takes this directory, docs/optimizers.md and docs/comparison.md are to say so.
+    if run.case.stage != 0:
+        assert "exp_avg" in str(oracle.peer_universal(run.tag_dir, tmp_path / "peer"))
+
+
+@pytest.mark.parametrize("name", rest_full(MUON, "z2_fp32", "z3_bf16"))
+def test_muon_on_as_many_ranks_is_the_run_that_was_saved(
+    name: str, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """On as many ranks nothing is summed in another order: the losses are those of DeepSpeed's own load."""
+    run = muon(name, oracle, tmp_path_factory)
+    native(run, tmp_path / "out", run.world)
+    ours = oracle.resume_native(run.case, tmp_path / "out", tmp_path / "ours", world=run.world)
+    theirs = oracle.resume_native(run.case, run.dir, tmp_path / "theirs", world=run.world)
+    assert differences(theirs.state, ours.state) == []
+    assert ours.losses == theirs.losses
+
+
+def test_where_deepspeeds_universal_loader_takes_muon(
+    oracle: Oracle, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """It cuts every state as the masters are cut, which is how Muon keeps its momentum in these runs alone."""
+    run = muon("z3_fp32", oracle, tmp_path_factory)
+    result = convert(run.dir, tmp_path / run.tag, "universal")
+    assert any("takes Muon's momentum in BF16_Optimizer, and at ZeRO-1 and 2 with" in text for text in result.warnings)
+    atoms = read_universal(tmp_path / run.tag)
+    assert atoms.kind("momentum_buffer") == run.truth.kind("momentum_buffer")
+    assert atoms.kind("exp_avg") == run.truth.kind("exp_avg")
+    assert atoms.steps == run.truth.step
+    for name, world in (("z2_offload", 2), ("z1_fp32", 1)):
+        again = {"world": world, "tag": run.tag, "restore_from": run.truth}
+        resumed = oracle.resume_universal(MUON[name], tmp_path, tmp_path / name, **again)
+        assert differences(run.truth, resumed.state, without=NOT_LOADED_BY_UNIVERSAL) == []
+        assert resumed.losses == pytest.approx(run.losses_after, rel=1e-5)
+    for name, error in (("z1_fp32", "RuntimeError: start"), ("z3_fp32", "FileNotFoundError")):
+        with pytest.raises(WorldError, match=error):
+            oracle.resume_universal(MUON[name], tmp_path, tmp_path / name / "no", world=2, tag=run.tag)
+
+
+@pytest.mark.parametrize("name", rest_full(["z2_bf16", "z3_fp32"], "z3_fp32"))
+def test_muon_by_way_of_other_formats(
+    name: str, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    run = muon(name, oracle, tmp_path_factory)
+    layout = NativeLayout(dp=2, zero_stage=str(run.case.stage), sub_group_size=run.case.sub_group_size)
+    convert(run.dir, tmp_path / "any" / run.tag, "universal")
+    found = reshard.diff(run.tag_dir, tmp_path / "any" / run.tag)
+    assert [d for d in found.differences if d.name != "counters and client state"] == []
+    if name == "z2_bf16":
+        for source, out in ((run.dir, "direct"), (tmp_path / "any" / run.tag, "through")):
+            convert(source, tmp_path / out / run.tag, "zero", layout=layout)
+        assert reshard.diff(tmp_path / "direct" / run.tag, tmp_path / "through" / run.tag).differences == ()
+    else:
+        # Under `zero.Init` a run at ZeRO-3 keeps matrices in another order, and loads them by their places.
+        with pytest.raises(RequestError, match=r"at ZeRO-3 under zero\.Init in the model's order"):
+            convert(tmp_path / "any" / run.tag, tmp_path / "no" / run.tag, "zero", layout=layout)
+    reshard.convert(run.tag_dir, tmp_path / "dcp", to="dcp", framework="state-dict")
+    kept = reshard.diff(run.tag_dir, tmp_path / "dcp").differences
+    assert [d for d in kept if d.kind != "state"] == []
+    # FSDP has no optimizer of DeepSpeed's, and DeepSpeed's has no groups of another's making.
+    with pytest.raises(RequestError, match=r"different optimizer states|in the order of their shapes") as caught:
+        convert(tmp_path / "dcp", tmp_path / "back" / run.tag, "zero", layout=layout, dtype="fp32")
+    assert caught.value.code == "request.unsatisfiable"
+
+
+def _tampered(run: Trained, folder: Path, rank: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of the run's checkpoint with another momentum on one rank."""
+    shutil.copytree(run.dir, folder)
+    path = next((folder / run.tag).glob(f"*zero_pp_rank_{rank}_*_optim_states.pt"))
+    states = torch.load(path, weights_only=False)
+    held = states["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    held["momentum_buffer"] = change(held["momentum_buffer"])
+    torch.save(states, path)
+    return folder
+
+
+def test_momenta_that_do_not_fit_are_refused(
+    oracle: Oracle, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    run = muon("z1_fp32", oracle, tmp_path_factory)
+    layout = NativeLayout(dp=2, zero_stage="1")
+    cut = _tampered(run, tmp_path / "cut", 1, lambda t: t[:-1].clone())
+    with pytest.raises(SourceError, match="DeepSpeed's Muon keeps whole matrices at ZeRO-1 and 2") as caught:
+        convert(cut, tmp_path / "out", "zero", layout=layout)
+    assert caught.value.code == "checkpoint.coverage"
+    # A partition has 282 elements: the second matrix of 187 is on the first rank and on the second.
+    unlike = _tampered(run, tmp_path / "unlike", 1, lambda t: t + 1.0)
+    with pytest.raises(SourceError, match="momentum_buffer") as caught:
+        convert(unlike, tmp_path / "out", "zero", layout=layout)
+    assert caught.value.code == "checkpoint.disagreement"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_is_a_path_does_not_say_how_muon_is_laid_out(
+    oracle: Oracle, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """The lengths of the source's tensors say it for the source; nothing says it for the target."""
+    run = muon("z1_fp32", oracle, tmp_path_factory)
+    source = tmp_path / "source"
+    shutil.copytree(run.dir, source)
+    for path in (source / run.tag).glob("*.pt"):
+        states = torch.load(path, weights_only=False)
+        torch.save({**states, "ds_config": "ds_config.json"}, path)
+    options: dict[str, Any] = {"layout": NativeLayout(dp=2, zero_stage="1"), "dtype": "fp32"}
+    with pytest.raises(RequestError, match="keeps whole matrices on each rank, or parts of them with") as caught:
+        convert(source, tmp_path / "out", "zero", **options)
+    assert caught.value.code == "request.unsatisfiable"
+    convert(source, tmp_path / "any" / run.tag, "universal")
+    found = read_universal(tmp_path / "any" / run.tag)
+    assert found.kind("momentum_buffer") == run.truth.kind("momentum_buffer")
