@@ -16,7 +16,7 @@ import torch
 import reshard
 from house.shared import made_once
 from house.tiers import rest_full
-from oracle.cases import Case
+from oracle.cases import Case, Stage
 from oracle.driver import Oracle, Trained
 from oracle.launcher import WorldError
 from oracle.outputs import convert, read_universal
@@ -193,3 +193,49 @@ def test_a_config_that_is_a_path_does_not_say_how_muon_is_laid_out(
     convert(source, tmp_path / "any" / run.tag, "universal")
     found = read_universal(tmp_path / "any" / run.tag)
     assert found.kind("momentum_buffer") == run.truth.kind("momentum_buffer")
+
+
+OTHERS = {
+    "lion": {"exp_avg"},
+    "ademamix": {"exp_avg_fast", "exp_avg_slow", "exp_avg_sq", "step"},
+    "radam": {"exp_avg", "exp_avg_sq", "step"},
+    "nadam": {"exp_avg", "exp_avg_sq", "mu_product", "step"},
+    "adamax": {"exp_avg", "exp_inf", "step"},
+    "rmsprop": {"square_avg", "momentum_buffer", "grad_avg", "step"},
+}
+"""The states of each optimizer in DeepSpeed's files; a run at ZeRO-1, 2 or 3 keeps the same ones."""
+_NO_UNIVERSAL = {"nadam": "'mu_product' is one number per group: the universal form cannot hold it"}
+_AT_STAGE_3 = ("radam",)  # DeepSpeed's loader of ZeRO-3 knows `exp_avg` and `exp_avg_sq` alone
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), rest_full([(n, s) for n in OTHERS for s in (1, 2, 3)], ("ademamix", 3), ("nadam", 2))
+)
+def test_other_optimizers_keep_their_states(name: str, stage: Stage, oracle: Oracle, tmp_path: Path) -> None:
+    case = Case(name, stage, "fp32", optimizer=name, two_groups=stage == 1)
+    run = oracle.train(case, tmp_path / "run", world=2)
+    kinds = run.truth.kinds | run.truth.meta["scalars"].keys()
+    assert kinds - {"fp32", "module", "frozen", "buffer"} == OTHERS[name]
+    layout = NativeLayout(dp=3, zero_stage=str(stage))
+    assert convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=layout).not_carried == ()
+    resumed = oracle.resume_native(case, tmp_path / "out", tmp_path / "state", world=3)
+    assert differences(run.truth, resumed.state) == []
+    assert meta_differences(run.truth, resumed.state) == []
+    assert resumed.losses == pytest.approx(run.losses_after, rel=1e-5)
+    reshard.convert(run.tag_dir, tmp_path / "dcp", to="dcp", framework="state-dict")
+    kept = reshard.diff(run.tag_dir, tmp_path / "dcp").differences
+    assert [d for d in kept if d.kind != "state"] == []
+    if name in _NO_UNIVERSAL:
+        with pytest.raises(RequestError, match=_NO_UNIVERSAL[name]):
+            convert(run.dir, tmp_path / "any" / run.tag, "universal")
+        return
+    warnings = convert(run.dir, tmp_path / "any" / run.tag, "universal").warnings
+    loaded = {"world": 3, "tag": run.tag, "restore_from": run.truth}
+    if stage == 3 and name not in _AT_STAGE_3:
+        assert [text for text in warnings if "its universal loader ends with a FileNotFoundError" in text]
+        with pytest.raises(WorldError, match="FileNotFoundError"):
+            oracle.resume_universal(case, tmp_path / "any", tmp_path / "no", **loaded)
+        return
+    again = oracle.resume_universal(case, tmp_path / "any", tmp_path / "again", **loaded)
+    assert differences(run.truth, again.state, without=NOT_LOADED_BY_UNIVERSAL) == []
+    assert again.losses == resumed.losses

@@ -126,6 +126,12 @@ def stage_3_warnings(states: Sequence[str], groups: Sequence[ParamGroup]) -> Ite
         fails = f" (the first step of amsgrad raises KeyError: {_AMSGRAD!r})" if _AMSGRAD in others else ""
         text = f"at ZeRO-3 DeepSpeed's universal loader does not load {listed(others)}{fails}"
         yield f"{text}: resume at ZeRO-1 or 2, or convert --to zero"
+    elif not set(ADAM_STATES).issubset(states):
+        held = listed(list(states[1:])) or "no states"
+        yield (
+            f"the optimizer keeps {held}, and at ZeRO-3 DeepSpeed looks for exp_avg and exp_avg_sq: its universal "
+            "loader ends with a FileNotFoundError. Resume at ZeRO-1 or 2, or convert --to zero"
+        )
     differing = [key for key in dict.fromkeys(k for g in groups for k in g.hyper_parameters) if _differs(groups, key)]
     if differing:
         text = f"at ZeRO-3 DeepSpeed's universal loader gives the {len(groups)} param groups the first one's"
