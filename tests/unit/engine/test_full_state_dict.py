@@ -1,0 +1,282 @@
+"""Training files with whole tensors: names of numbers, choices among models and optimizers, files that stand alone."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reshard
+from house.promises import command
+from oracle.whole_tensors import named, whole
+from reshard.choices import OpaquePolicy
+from reshard.errors import ReshardError, SourceError
+from reshard.options import SourceChoices
+from reshard_engine.checkpoint import Checkpoint, Question
+from reshard_engine.formats.sources import read_checkpoint
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.locations import open_location
+
+SHAPES = {"embed": (5, 3), "a.weight": (3, 3), "a.bias": (3,), "b.weight": (3, 3), "b.bias": (3,), "scale": ()}
+ONE = [list(SHAPES)]
+DECAYING = [[n for n in SHAPES if "weight" in n or n == "embed"], ["a.bias", "b.bias", "scale"]]
+"""The matrices, then the rest: shapes tell the groups apart."""
+MIXED = [["embed", "a.weight", "a.bias"], ["b.weight", "b.bias", "scale"]]
+"""Layers in groups of their own: both groups have equal shapes."""
+
+
+def model() -> dict[str, torch.Tensor]:
+    """Tensors with numbers that no other one has."""
+    return {n: torch.full(s, 10.0 * i) + torch.arange(torch.Size(s).numel()).reshape(s) for i, (n, s) in
+            enumerate(SHAPES.items(), 1)}  # fmt: skip
+
+
+def optimizer(groups: Sequence[Sequence[str]] = ONE, *, numbers: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The state dict of an optimizer with these groups, as torch numbers them or with other numbers."""
+    own = {n: i for i, n in enumerate(n for group in groups for n in group)} if numbers is None else numbers
+    tensors = model()
+    states = {own[n]: {"step": torch.tensor(4.0), "exp_avg": tensors[n] * 3, "exp_avg_sq": tensors[n] * 5} for n in own}
+    hyper = {"betas": (0.9, 0.99), "eps": 1e-8, "amsgrad": False}
+    lists = [
+        {"lr": 0.5 / (i + 1), **hyper, "weight_decay": 0.1 * i, "params": [own[n] for n in group]}
+        for i, group in enumerate(groups)
+    ]
+    return {"state": dict(sorted(states.items())), "param_groups": lists}
+
+
+def save(place: Path, value: Mapping[str, Any] | None = None, **more: Any) -> Path:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model(), "optimizer": optimizer()} | more if value is None else value, place)
+    return place
+
+
+def read(place: Path, **choices: Any) -> Checkpoint:
+    ledger = OpaqueLedger(OpaquePolicy.REFUSE)
+    return read_checkpoint(open_location(str(place)), None, ledger, choices=SourceChoices(**choices))
+
+
+def shards(place: Path, out: Path, **options: Any) -> dict[str, Any]:
+    reshard.convert(place, out, to="dcp", framework="state-dict", progress=False, **options)
+    return whole(out)
+
+
+def assert_right(found: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
+    """All states are those of their parameters, and all groups have their members and values, in order."""
+    tensors = named(found)
+    for name, value in model().items():
+        assert torch.equal(tensors[f"{name}/model"], value)
+        assert torch.equal(tensors[f"{name}/exp_avg"], value * 3), name
+        assert torch.equal(tensors[f"{name}/exp_avg_sq"], value * 5)
+    held = found["optimizer"]["param_groups"]
+    assert [g["params"] for g in held] == [list(g) for g in groups]
+    for own, saved in zip(held, optimizer(groups)["param_groups"], strict=True):
+        assert {k: own[k] for k in saved if k != "params"} == {k: v for k, v in saved.items() if k != "params"}
+
+
+# -- names of numbers --------------------------------------------------------------------------------------------------
+
+
+def test_one_group_is_taken_in_the_models_order_with_a_warning(tmp_path: Path) -> None:
+    place = save(tmp_path / "a.pt", epoch=7, scaler={"scale": 2.0}, best=None)
+    (assumed,) = read(place).assumed
+    assert assumed.question is Question.ORDER
+    assert "counts and shapes fit" in assumed.text
+    found = shards(place, tmp_path / "out")
+    assert_right(found, ONE)
+    assert (found["epoch"], found["scaler"]) == (7, {"scale": 2.0})
+
+
+@pytest.mark.parametrize("keys", [("model_state_dict", "optimizer_state_dict"), ("state_dict", "opt")])
+def test_other_usual_keys_and_the_prefix_of_ddp(keys: tuple[str, str], tmp_path: Path) -> None:
+    wrapped = {f"module.{n}": t for n, t in model().items()}
+    place = save(tmp_path / "a.pth", {keys[0]: wrapped, keys[1]: optimizer(DECAYING)})
+    assert_right(shards(place, tmp_path / "out", param_order="groups"), DECAYING)
+
+
+def test_unique_shapes_prove_any_order(tmp_path: Path) -> None:
+    shapes = {"a": (2, 3), "b": (3, 2), "c": (4,)}
+    tensors = {n: torch.ones(s) * i for i, (n, s) in enumerate(shapes.items())}
+    states = {i: {"step": torch.tensor(1.0), "exp_avg": tensors[n] + 5} for i, n in enumerate(("c", "b", "a"))}
+    groups = [{"lr": 0.1, "foreach": None, "params": [0, 1]}, {"lr": 0.2, "foreach": None, "params": [2]}]
+    place = save(tmp_path / "a.pt", {"model": tensors, "optimizer": {"state": states, "param_groups": groups}})
+    checkpoint = read(place)
+    assert (checkpoint.assumed, checkpoint.undecided) == ((), ())
+    assert [(p.fqn, p.group) for p in checkpoint.trained] == [("c", 0), ("b", 0), ("a", 1)]
+
+
+def test_names_in_the_groups_prove_their_parameters(tmp_path: Path) -> None:
+    states = optimizer(MIXED)
+    for group, names in zip(states["param_groups"], MIXED, strict=True):
+        group["param_names"] = names
+    place = save(tmp_path / "a.pt", optimizer=states)
+    assert read(place).assumed == ()
+    assert_right(shards(place, tmp_path / "out"), MIXED)
+    states["param_groups"][0]["param_names"] = ["a.weight", "embed", "a.bias"]
+    error = read(save(tmp_path / "b.pt", optimizer=states)).no_optimizer
+    assert "number 0 has states of (5, 3), and the parameter in its place, a.weight" in error
+
+
+@pytest.mark.parametrize(
+    ("groups", "ways", "not_ways"),
+    [
+        (DECAYING, ["--param-order groups if each group"], ["--param-order model"]),
+        (MIXED, ["--param-order model if the run"], ["--param-order groups"]),
+    ],
+)
+def test_several_groups_are_refused_with_the_orders_that_leave_one_way(
+    groups: list[list[str]], ways: list[str], not_ways: list[str], tmp_path: Path
+) -> None:
+    place = save(tmp_path / "a.pt", optimizer=optimizer(groups))
+    with pytest.raises(SourceError, match="6 parameters over 2 param groups, and nothing says") as caught:
+        reshard.convert(place, tmp_path / "no", to="universal", progress=False)
+    assert caught.value.code == "checkpoint.ambiguous"
+    fix = caught.value.fix or ""
+    assert all(way in fix for way in (*ways, "--param-order FILE"))
+    assert not any(way in fix for way in not_ways)
+    order = shlex.split(ways[0])[1]
+    assert_right(shards(place, tmp_path / "said", param_order=order), groups)
+    file = tmp_path / "order.txt"
+    file.write_text("\n".join(n for group in groups for n in group))
+    assert_right(shards(place, tmp_path / "listed", param_order=str(file)), groups)
+    reshard.convert(place, tmp_path / "weights", to="safetensors", progress=False)
+    assert load_file(tmp_path / "weights" / "model.safetensors").keys() == SHAPES.keys()
+
+
+def test_lightning_numbers_the_model_where_lists_are_no_runs(tmp_path: Path) -> None:
+    in_model = {n: i for i, n in enumerate(SHAPES)}
+    head = {"pytorch-lightning_version": "2.6.6", "epoch": 1, "global_step": 4, "loops": {}, "callbacks": {}}
+    saved = {**head, "state_dict": model(), "lr_schedulers": [{"last_epoch": 4, "_step_count": 5, "base_lrs": [1, 1]}]}
+    place = save(
+        tmp_path / "a.ckpt", {**saved, "optimizer_states": [optimizer([DECAYING[1], DECAYING[0]], numbers=in_model)]}
+    )
+    checkpoint = read(place)
+    assert (checkpoint.format, checkpoint.counters.steps) == ("full-lightning", 4)
+    assert "no runs of numbers" in checkpoint.assumed[0].text
+    found = shards(place, tmp_path / "out")
+    assert_right(found, [DECAYING[1], DECAYING[0]])
+    assert found["lr_scheduler"]["last_epoch"] == 4
+    # Runs of numbers are those of torch, which nothing names.
+    native = save(tmp_path / "b.ckpt", {**saved, "optimizer_states": [optimizer(DECAYING)]})
+    assert "over 2 param groups" in read(native).no_optimizer
+    # The same lists in a file of a script say nothing.
+    plain = save(tmp_path / "c.pt", optimizer=optimizer([DECAYING[1], DECAYING[0]], numbers=in_model))
+    assert "over 2 param groups" in read(plain).no_optimizer
+
+
+def test_parameters_without_states_and_frozen_ones(tmp_path: Path) -> None:
+    states = optimizer()
+    del states["state"][3]
+    found = read(save(tmp_path / "a.pt", optimizer=states))
+    assert [p.fqn for p in found.trained if p.never_updated] == ["b.weight"]
+    fewer = optimizer([["a.weight", "a.bias", "b.weight", "b.bias", "scale"]])
+    place = save(tmp_path / "b.pt", optimizer=fewer)
+    assert [p.fqn for p in read(place).frozen] == ["embed"]  # no number has its shape
+    with pytest.raises(SourceError, match="which of embed are buffers"):
+        reshard.convert(place, tmp_path / "no" / "s", to="zero", dp=2, zero_stage="3", progress=False)
+    assert [b.fqn for b in read(place, buffers="emb*").buffers] == ["embed"]
+
+
+def test_names_of_one_memory_are_tied(tmp_path: Path) -> None:
+    tensors = model()
+    tensors["head"] = tensors["embed"]
+    checkpoint = read(save(tmp_path / "a.pt", model=tensors))
+    assert checkpoint.shared == {"head": "embed"}
+    assert len(checkpoint.trained) == len(SHAPES)
+
+
+# -- several models, optimizers and files ------------------------------------------------------------------------------
+
+
+def test_one_of_two_optimizers_is_chosen(tmp_path: Path) -> None:
+    scheduler = {"last_epoch": 4, "_step_count": 5, "base_lrs": [0.5]}
+    place = save(tmp_path / "a.pt", {
+        "model": model(), "opt_a": optimizer(), "opt_b": optimizer([["embed"]]), "sched": scheduler
+    })  # fmt: skip
+    with pytest.raises(SourceError, match="holds 2 optimizers: opt_a, opt_b") as caught:
+        reshard.convert(place, tmp_path / "no", to="universal", progress=False)
+    assert caught.value.fix == "--optimizer-key opt_a, or --optimizer-key opt_b"
+    reshard.convert(place, tmp_path / "weights", to="safetensors", progress=False)
+    with pytest.raises(SourceError, match="2 optimizers and 1 learning-rate scheduler"):
+        reshard.convert(place, tmp_path / "no", to="universal", optimizer_key="opt_a", progress=False)
+    chosen = shards(place, tmp_path / "out", optimizer_key="opt_a", scheduler_key="sched")
+    assert_right(chosen, ONE)
+    with pytest.raises(ReshardError, match="no optimizer is called 'opt_c'"):
+        read(place, optimizer_key="opt_c")
+
+
+def test_one_of_two_models_with_the_same_names_is_chosen(tmp_path: Path) -> None:
+    average = {n: t + 1 for n, t in model().items()}
+    place = save(tmp_path / "a.pt", ema=average)
+    with pytest.raises(SourceError, match="holds 2 models with the same names: model, ema") as caught:
+        reshard.convert(place, tmp_path / "no", to="safetensors", progress=False)
+    assert caught.value.fix == "--model-key model, or --model-key ema"
+    reshard.convert(place, tmp_path / "ema", to="safetensors", model_key="ema", progress=False)
+    assert torch.equal(load_file(tmp_path / "ema" / "model.safetensors")["embed"], average["embed"])
+    assert_right(shards(place, tmp_path / "out", model_key="model"), ONE)
+
+
+def test_models_under_other_keys_are_asked_for(tmp_path: Path) -> None:
+    place = save(tmp_path / "a.pt", {"generator": model(), "opt": optimizer()})
+    with pytest.raises(SourceError, match="holds no `model`, and generator may be it") as caught:
+        read(place)
+    assert caught.value.fix == "--model-key generator"
+    assert read(place, model_key="generator").trained
+
+
+def test_a_state_dict_alone_is_weights(tmp_path: Path) -> None:
+    place = save(tmp_path / "weights.pt", model())
+    reshard.convert(place, tmp_path / "out", to="safetensors", progress=False)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["embed"], model()["embed"])
+    assert read(place).optimizer is None
+
+
+def test_of_several_files_one_is_named(tmp_path: Path) -> None:
+    for name in ("epoch=1.ckpt", "last.ckpt"):
+        save(tmp_path / "run" / name)
+    (tmp_path / "run" / "notes.txt").write_text("x")
+    code, _, said = command("inspect", str(tmp_path / "run"))
+    assert code == 3
+    assert "2 files that could each be the checkpoint: epoch=1.ckpt, last.ckpt" in said
+    fix = said.rpartition("reshard inspect ")[2].strip()
+    code, out, _ = command("inspect", *shlex.split(fix))
+    assert (code, out.partition("\n")[0]) == (0, "full-torch")
+    (tmp_path / "run" / "last.ckpt").unlink()
+    assert command("inspect", str(tmp_path / "run"))[0] == 0
+
+
+def test_a_file_keeps_its_own_keys_unless_a_framework_is_named(tmp_path: Path) -> None:
+    place = save(tmp_path / "a.pt")
+    result = reshard.convert(place, tmp_path / "as-is", to="dcp", progress=False)
+    assert any("numbers parameters" in w and "--framework state-dict" in w for w in result.warnings)
+    assert {*whole(tmp_path / "as-is")["optimizer"]["state"]} == {*map(str, range(6))}
+    _, out, _ = command("inspect", str(place))
+    (line,) = [x for x in out.splitlines() if "--to dcp" in x]
+    words = shlex.split(line.partition("reshard ")[2].replace("DST", str(tmp_path / "said")))
+    assert command(*words)[0] == 0
+    assert_right(whole(tmp_path / "said"), ONE)
+
+
+# -- torchtune ---------------------------------------------------------------------------------------------------------
+
+
+def test_torchtunes_optimizer_is_read_if_it_names_the_same_parameters(tmp_path: Path) -> None:
+    keys = {n: n for n in SHAPES}
+    place = tmp_path / "epoch_0"
+    place.mkdir()
+    save_file(model(), place / "model.safetensors")
+    recipe = {"optimizer": optimizer(numbers=keys), "epochs_run": 1, "seed": 3}  # type: ignore[arg-type]
+    torch.save(recipe, place / "recipe_state.pt")
+    assert read(place).format == "full-torchtune"
+    found = shards(place, tmp_path / "out")
+    assert_right(found, ONE)
+    assert (found["epochs_run"], found["seed"]) == (1, 3)
+    theirs = {"state": {"tok.weight": {"step": torch.tensor(1.0)}}, "param_groups": [{"params": ["tok.weight"]}]}
+    for other in (optimizer(), theirs):
+        torch.save({**recipe, "optimizer": other}, place / "recipe_state.pt")
+        assert "under other names" in read(place).no_optimizer
+    reshard.convert(place, tmp_path / "weights", to="safetensors", progress=False)
