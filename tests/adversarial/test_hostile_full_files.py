@@ -130,7 +130,7 @@ FILES: dict[str, tuple[str, str, Callable[[], Any]]] = {
         lambda: {**saved(), "checkpoint_version": 3.0, "args": {}, "iteration": 5},
     ),
     "a class of a script": (
-        "pickle.forbidden_global", "fractions.Fraction", lambda: {**saved(), "args": Fraction(1, 2)}
+        "pickle.forbidden_call", "fractions.Fraction", lambda: {**saved(), "args": Fraction(1, 2)}
     ),
     "names that climb": ("name.invalid", "a parameter is called", lambda: {"model": {"../x": torch.ones(2)}}),
     "two names that are one": (
@@ -146,7 +146,7 @@ def test_files_of_something_else_are_refused(name: str, tmp_path: Path) -> None:
     code, text, make = FILES[name]
     torch.save(make(), tmp_path / "a.pt")
     place = str(tmp_path / "a.pt")
-    inspected = [] if code == "pickle.forbidden_global" else [["inspect", place]]  # inspect only lists what it names
+    inspected = [] if code == "pickle.forbidden_call" else [["inspect", place]]  # inspect only lists what it names
     for words in (*inspected, ["convert", place, str(tmp_path / "x"), "--to", "universal"]):
         status, _, said = command(*words)
         assert status != 0
