@@ -25,6 +25,8 @@ class TargetFormat(StrEnum):
     """One LoRA adapter as PEFT saves it: `adapter_model.safetensors` and `adapter_config.json`."""
     FSDP_RANKS = "fsdp_ranks"
     """One file for each rank of FSDP2, as verl, SkyRL and Accelerate without DCP load them."""
+    TORCH_CHECKPOINTING = "torch_checkpointing"
+    """Items of ranks of FSDP2, as torch_checkpointing saves them."""
     SLIM = "slim"
     """The source's files, with torch files cut to the parts of storages that their tensors use (`reshard slim`)."""
 

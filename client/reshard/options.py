@@ -440,7 +440,7 @@ class FsdpRanksOptions(FormatOptions):
     device_type: Annotated[
         str | None,
         Option(
-            "--to fsdp_ranks: devices of the run, such as cuda; default: SRC's.",
+            "--to fsdp_ranks, torch_checkpointing: devices of the run, such as cuda; default: SRC's.",
             Section.LAYOUT,
             14,
             metavar="TYPE",
@@ -451,7 +451,7 @@ class FsdpRanksOptions(FormatOptions):
     fsdp_size: Annotated[
         int | None,
         Option(
-            "--to fsdp_ranks: ranks that share one copy (HSDP); default: SRC's, else all.",
+            "--to fsdp_ranks, torch_checkpointing: ranks that share one copy (HSDP); default: SRC's, else all.",
             Section.LAYOUT,
             15,
             label="Ranks of one copy",

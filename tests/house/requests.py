@@ -19,4 +19,6 @@ def needed_by(to: TargetFormat) -> dict[str, Any]:
     """The options without which a target of three ranks is refused, for a source that does not say them."""
     if to is TargetFormat.FSDP_RANKS:
         return {"layout": NativeLayout(dp=3), "rank_framework": "verl", "device_type": "cpu"}
+    if to is TargetFormat.TORCH_CHECKPOINTING:
+        return {"layout": NativeLayout(dp=3), "device_type": "cpu"}
     return {"layout": NativeLayout(dp=3)} if to is TargetFormat.ZERO else {}

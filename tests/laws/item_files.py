@@ -91,7 +91,7 @@ def _payload(tensors: Tensors, mesh: Any, how: Items, rank: int) -> dict[str, An
     states = {
         key_of(name): {
             state: value if state == "step" else cut(value, tensors.parameters[name][1])
-            for state, value in tensors.states_of(name).items()
+            for state, value in sorted(tensors.states_of(name).items(), key=lambda item: item[0] != "step")
         }
         for name in order
     }

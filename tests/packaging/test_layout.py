@@ -77,6 +77,8 @@ OF_OTHERS = {
     "formats/fsdp_ranks/files.py": {"lr_scheduler", "client_state"},
     # Names of Lightning and of Megatron-LM, too.
     "formats/full_state_dict/files.py": {"global_step", "checkpoint_version"},
+    # The usual name of an item of torch_checkpointing, too.
+    "formats/torch_checkpointing/writer.py": {"lr_scheduler"},
     # Names of Megatron-LM and of verl, too.
     "formats/sources.py": {r"mp_rank_\d+(_\d+)?(_\d+)?", r"global_step_\d+"},
     "pickles/policy.py": {  # the reviewed allow-list is one list

@@ -92,7 +92,7 @@ def test_widening_is_exact(values: list[int]) -> None:
 @pytest.mark.parametrize("name", ["zero2_tiny", "zero3_tiny"])
 def test_chunks_put_together_are_the_file(name: str, to: TargetFormat, dtype: WeightDtype | None) -> None:
     """Whatever the grain, also when it cuts elements, the bytes are the same."""
-    if to in (TargetFormat.UNIVERSAL, TargetFormat.FSDP_RANKS) and dtype is not None:
+    if to in (TargetFormat.UNIVERSAL, TargetFormat.FSDP_RANKS, TargetFormat.TORCH_CHECKPOINTING) and dtype is not None:
         return
     source = SourceSpec(url=str(DATA / name))
     request = asked(source=source, target="/nowhere/out", to=to, dtype=dtype, **needed_by(to))

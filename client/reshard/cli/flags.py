@@ -40,6 +40,7 @@ TARGET_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("fsdp", "fsdp2", "distcp"), "dcp"),
     "lora": "peft",
     "fsdp-ranks": "fsdp_ranks",
+    "torch-checkpointing": "torch_checkpointing",
 }
 """Other names of targets that mean one of ours and no other. A misspelling is none: it is asked back."""
 _WITH_FRAMEWORKS = {

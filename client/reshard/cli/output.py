@@ -234,6 +234,7 @@ _LABELS = {
     TargetFormat.PEFT: "LoRA adapter",
 }
 """The use of each target, in the order in which targets are shown."""
+_OF_RANKS = tuple(f"{to} --dp" for to in (TargetFormat.FSDP_RANKS, TargetFormat.TORCH_CHECKPOINTING))
 
 
 def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[str, str]]:
@@ -254,7 +255,7 @@ def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[s
         commands.append(("Resume on N GPUs (FSDP)", f"ensure {place}"))
     if here and ensurable(found):
         commands.append((_RESUME, f"ensure {place} --dp N"))
-    elif (ranks := examples.pop(f"{TargetFormat.FSDP_RANKS} --dp", None)) is not None:
+    elif (ranks := examples.pop(_OF_RANKS[0], None) or examples.pop(_OF_RANKS[1], None)) is not None:
         # Its own framework goes on with it, and DeepSpeed could.
         commands.append(("Resume on N GPUs (FSDP)", f"convert {place} DST {_NUMBER_OF_RANKS.sub('--dp N', ranks)}"))
         if "zero --dp" in examples:

@@ -20,6 +20,7 @@ _TARGETS = {
     TargetFormat.TORCH.value: "Weights (pytorch_model.bin)",
     TargetFormat.PEFT.value: "LoRA adapter (PEFT)",
     TargetFormat.FSDP_RANKS.value: "A file for each rank of FSDP2 (verl, SkyRL, Accelerate)",
+    TargetFormat.TORCH_CHECKPOINTING.value: "Items of ranks of FSDP2 (torch_checkpointing)",
     TargetFormat.SLIM.value: "The same files without unused bytes",
     "dcp": "FSDP and torchtitan (DCP)",
     "torch_save": "One file of torch.save",

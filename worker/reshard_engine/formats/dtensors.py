@@ -703,25 +703,38 @@ class TensorsOfRank:
             number: The tensor.
             weight: The parameter's weight, by which its run knows it.
         """
-        return self.whole(number) if weight in self._plain else self._dtensor(self._tensors[number], number)
+        return self.whole(number) if not self.is_cut(weight) else self._dtensor(self._tensors[number], number)
+
+    def is_cut(self, weight: int | None) -> bool:
+        """True if the mesh cuts a parameter or one of its states: all but those that the run keeps whole."""
+        return weight not in self._plain
+
+    def run(self, number: int) -> tuple[Shape, int, int]:
+        """The shape of this rank's shard of a tensor, and the first and the last of its elements, the latter excluded.
+
+        Raises:
+            RequestError: `request.unsatisfiable` for a tensor without dimensions.
+        """
+        shape = self._tensors[number].shape
+        if not shape:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"{printable(self._tensors[number].fqn)} has no dimensions, and FSDP2 shards no such parameter",
+                fix="write the weights alone: --to safetensors",
+            )
+        rows, row = shape[0], prod(shape[1:])
+        chunk = -(-rows // self._ranks)
+        first, last = (min(rows, place * chunk) for place in (self._place, self._place + 1))
+        return (last - first, *shape[1:]), first * row, last * row
 
     def _dtensor(self, tensor: LogicalTensor, number: int) -> Node:
         """A DTensor whose rows are dealt as `torch.chunk` deals them.
 
         Source: torch 2.13.0 `distributed/tensor/placement_types.py` (`Shard.local_shard_size_and_offset`).
         """
-        if not tensor.shape:
-            raise RequestError(
-                "request.unsatisfiable",
-                f"{printable(tensor.fqn)} has no dimensions, and FSDP2 shards no such parameter",
-                fix="write the weights alone: --to safetensors",
-            )
-        rows, stride, dtype = tensor.shape[0], packed_stride(tensor.shape), Global("torch", tensor.dtype.name)
-        chunk = -(-rows // self._ranks)
-        first, last = (min(rows, place * chunk) for place in (self._place, self._place + 1))
-        local = (last - first, *tensor.shape[1:])
-        row = prod(tensor.shape[1:])
-        part: Node = PRuns(tensor.dtype.name, local, ((number, first * row, last * row),))
+        stride, dtype = packed_stride(tensor.shape), Global("torch", tensor.dtype.name)
+        local, begin, end = self.run(number)
+        part: Node = PRuns(tensor.dtype.name, local, ((number, begin, end),))
         part = part if prod(local) else PLiteral(tensor.dtype.name, local, b"")
         size = PObject("reduce", Global("torch", "Size"), PTuple((PTuple(tensor.shape),)))
         spec = _object(

@@ -58,10 +58,10 @@ class DeepSpeed(Format):
             raise RequestError("request.invalid", "--to zero needs the number of ranks", fix="add --dp N")
         # A universal checkpoint fits every layout, but vocabularies have the rows of one.
         free: dict[str, Any] = {"vocab_divisor": None} if request.to == TargetFormat.UNIVERSAL else {}
-        if request.to == TargetFormat.FSDP_RANKS:
+        if request.to in (TargetFormat.FSDP_RANKS, TargetFormat.TORCH_CHECKPOINTING):
             free = {"dp": None, "rng": RngPolicy.KEEP}
             if options.model_copy(update=free).asks_for_layout:
-                text = "--to fsdp_ranks writes files of data-parallel ranks: of the layout it takes --dp and --rng"
+                text = f"--to {request.to} writes files of data-parallel ranks: of the layout it takes --dp and --rng"
                 raise RequestError("request.invalid", text, fix="leave the other options of the layout out")
             return
         if request.to != TargetFormat.ZERO and options.model_copy(update=free).asks_for_layout:

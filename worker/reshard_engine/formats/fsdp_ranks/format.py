@@ -108,7 +108,7 @@ class FsdpRanks(Format):
         if request.to in self.targets:
             if request.options.deepspeed.dp is None:
                 raise RequestError("request.invalid", f"--to {request.to} needs the number of ranks", fix="add --dp N")
-        elif given:
+        elif given and request.to != TargetFormat.TORCH_CHECKPOINTING:  # follows some of them
             flags = listed([f"--{name.replace('_', '-')}" for name in given])
             raise RequestError("request.invalid", f"{flags}: for files of FSDP's ranks", fix="--to fsdp_ranks")
 

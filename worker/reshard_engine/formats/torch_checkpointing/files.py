@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
-from reshard.choices import OpaquePolicy
+from reshard.choices import MANIFEST, OpaquePolicy
 from reshard.errors import SourceError, counted, listed, printable
+from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.containers.torch_file import walk
 from reshard_engine.formats.dtensors import Mesh, MeshForm, Placement, Shape, unraveled
@@ -47,6 +48,11 @@ CURRENT = "2.0"
 _FIRST = "1.0"
 MODEL, OPTIMIZER = "model", "optimizer"
 """The usual names of these items."""
+STATE, GROUPS, VERSION = "state", "param_groups", "_optimizer_state_format_version"
+"""The keys of an optimizer."""
+NAMES = "param_names"
+NAMED = 1
+"""The version of an optimizer whose keys are names."""
 DTENSOR = "DTensorShardingMetadata"
 TORCH, JSON, SAFETENSORS = "TorchSerialization", "JsonSerialization", "SafetensorsSerialization"
 _SUFFIXES = {TORCH: ".pt", JSON: ".json", SAFETENSORS: ".safetensors"}
@@ -133,6 +139,20 @@ class Item:
     """The form of its files, such as `TorchSerialization`."""
     files: tuple[SourceFile, ...]
     metadata: ItemMetadata | None = None
+
+    @property
+    def pattern(self) -> str | None:
+        """The path of each rank's file with `{rank}` for its number; None if that is not in one place of all paths."""
+        paths = [f.name for f in self.files]
+        first = paths[0]
+        tried = [f"{first[: m.start()]}{{rank}}{first[m.end() :]}" for m in re.finditer(r"\d+", first)]
+        fits = [t for t in tried if all(path_of(t, rank) == path for rank, path in enumerate(paths))]
+        return fits[0] if len(fits) == 1 else None
+
+
+def path_of(pattern: str, rank: int) -> str:
+    """The path of one rank's file."""
+    return pattern.replace("{rank}", str(rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +280,7 @@ def _others(listing: Listing, named: set[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     folders = {n.split("/")[0] for n in named if "/" in n}
     for name in sorted(listing.by_name):
-        if name not in named and name != METADATA:
+        if name not in named and name not in (METADATA, MANIFEST):
             copy = _CONSOLIDATED.fullmatch(name) is not None
             found[name] = _COPY_OF_MODEL if copy else _BESIDE
     found |= {f"{d}/": _BESIDE for d in listing.directories if d not in folders and not d.startswith(".")}
@@ -472,3 +492,51 @@ def path_text(path: Sequence[str | int]) -> str:
     Source: `distributed_metadata.py` (`_serialize_nested_path`).
     """
     return json.dumps(list(path), separators=(",", ":"))
+
+
+# How the run saved its items, for a target of the same kind.
+
+
+@dataclass(frozen=True, slots=True)
+class SavedItems:
+    """How a run saved its items, for a target of the same kind. Parameters are named by their weights' numbers."""
+
+    mesh: Mesh | None
+    """The first rank's mesh; None for a run whose tensors are on none."""
+    plain: frozenset[int]
+    """Tensors that no mesh shards."""
+    other_cuts: tuple[str, ...]
+    """Names of tensors that are cut in another way than FSDP cuts rows: over one axis of the mesh, the last one."""
+    numbers: Mapping[int, int]
+    """The optimizer's number of each parameter; empty where names are its keys."""
+    lists: tuple[tuple[int, ...], ...]
+    """The numbers in each param group."""
+    model: str
+    optimizer: str
+    """The keys of these items."""
+    schedulers: tuple[str, ...]
+    """The keys of the schedulers' items."""
+    described: bool
+    """True if the save has `metadata.pkl`."""
+    layouts: Mapping[str, tuple[str, str | None]] = field(default_factory=dict[str, tuple[str, str | None]])
+    """For items in another layout than the default: the form of the files, and the path with `{rank}` if all ranks'
+    paths show where the rank stands in it."""
+    versions: Node = None
+    """The versions of the model's modules, which `state_dict` keeps beside the tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemFacts(FormatFacts):
+    """The facts that only torch_checkpointing keeps."""
+
+    saved: SavedItems | None = None
+    rank_items: Mapping[str, tuple[Node, ...]] = field(default_factory=dict[str, tuple[Node, ...]])
+    """Items that differ from rank to rank, such as random states: for each rank its value."""
+
+    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
+        """The state that every format has, and the items of single ranks."""
+        return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
+
+    def own_state(self) -> Mapping[str | int, Node]:
+        """The items of single ranks."""
+        return {key: PList([*values]) for key, values in self.rank_items.items()}

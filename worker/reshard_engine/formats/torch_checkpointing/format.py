@@ -16,34 +16,43 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
-from reshard.choices import NO_SCHEDULER
+from reshard.choices import NO_SCHEDULER, TargetFormat
 from reshard.errors import RequestError, SourceError, counted, listed, printable
-from reshard.models.jobs import NotCarried
-from reshard_engine.checkpoint import Checkpoint, FormatFacts, OptimizerState, Question, Undecided
+from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
+from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
+from reshard_engine.checkpoint import Checkpoint, OptimizerState, Question, Undecided
 from reshard_engine.containers.safetensors import SafetensorsFile, open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file, walk
 from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
-from reshard_engine.formats.dtensors import WHOLE, Held, Mesh, Part, RankFile, placed
-from reshard_engine.formats.format import Format, Reader, ReadOptions, refuse_choices
+from reshard_engine.formats.dtensors import WHOLE, Held, Part, RankFile, placed
+from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
 from reshard_engine.formats.rank_optimizer import PARAMS, RankStates, ReadOptimizer, read_optimizer, states_of_rank
 from reshard_engine.formats.rank_states import ModelOfRanks, RankModel, RankState, RankTensors, model_of_rank
 from reshard_engine.formats.torch_checkpointing.files import (
+    GROUPS,
     JSON,
     METADATA,
     MODEL,
+    NAMED,
+    NAMES,
     OPTIMIZER,
     SAFETENSORS,
+    STATE,
     TORCH,
+    VERSION,
     Item,
+    ItemFacts,
     ItemFiles,
     ItemMetadata,
     Path,
+    SavedItems,
     Spec,
     holds_items,
     item_files,
 )
+from reshard_engine.formats.torch_checkpointing.writer import TorchCheckpointingWriter
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -66,59 +75,12 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.layout import KnownFiles
 
-STATE, GROUPS, VERSION = "state", "param_groups", "_optimizer_state_format_version"
-"""The keys of an optimizer."""
-NAMES = "param_names"
-NAMED = 1
-"""The version of an optimizer whose keys are names."""
 _JSON_LIMIT_BYTES = 256 << 20
 _LARGE_BYTES = 1 << 20
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 _PER_RANK = "ranks saved different values of it, and the format of the target has no place for them"
 _SHARDED = "it holds sharded tensors, and is neither the model nor the optimizer that was read"
 _Read = TypeVar("_Read")
-
-
-@dataclass(frozen=True, slots=True)
-class SavedItems:
-    """How a run saved its items, for a target of the same kind. Parameters are named by their weights' numbers."""
-
-    mesh: Mesh | None
-    """The first rank's mesh; None for a run whose tensors are on none."""
-    plain: frozenset[int]
-    """Tensors that no mesh shards."""
-    other_cuts: tuple[str, ...]
-    """Names of tensors that are cut in another way than FSDP cuts rows: over one axis of the mesh, the last one."""
-    numbers: Mapping[int, int]
-    """The optimizer's number of each parameter; empty where names are its keys."""
-    lists: tuple[tuple[int, ...], ...]
-    """The numbers in each param group."""
-    model: str
-    optimizer: str
-    """The keys of these items."""
-    schedulers: tuple[str, ...]
-    """The keys of the schedulers' items."""
-    described: bool
-    """True if the save has `metadata.pkl`."""
-    versions: Node = None
-    """The versions of the model's modules, which `state_dict` keeps beside the tensors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemFacts(FormatFacts):
-    """The facts that only torch_checkpointing keeps."""
-
-    saved: SavedItems | None = None
-    rank_items: Mapping[str, tuple[Node, ...]] = field(default_factory=dict[str, tuple[Node, ...]])
-    """Items that differ from rank to rank, such as random states: for each rank its value."""
-
-    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
-        """The state that every format has, and the items of single ranks."""
-        return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
-
-    def own_state(self) -> Mapping[str | int, Node]:
-        """The items of single ranks."""
-        return {key: PList([*values]) for key, values in self.rank_items.items()}
 
 
 class TorchCheckpointingReader:
@@ -151,7 +113,33 @@ class TorchCheckpointing(Format):
     readers: ClassVar[tuple[Reader, ...]] = (TorchCheckpointingReader(),)
     of_training = True
     takes_choices = True
-    files = KnownFiles(entries=(METADATA,), suffixes=("_0.pt",), needed=(METADATA,))
+    targets = (TargetFormat.TORCH_CHECKPOINTING,)
+    files = KnownFiles(entries=(METADATA,), suffixes=(f"{MODEL}_0.pt",), needed=(METADATA, f"{MODEL}_0.pt"))
+
+    def writer(self, target: str) -> Writer:
+        """The writer of items of FSDP2's ranks."""
+        return TorchCheckpointingWriter()
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse a target without a number of ranks, and options of ranks' files that it does not follow."""
+        if request.to not in self.targets:
+            return
+        if request.options.deepspeed.dp is None:
+            raise RequestError("request.invalid", f"--to {request.to} needs the number of ranks", fix="add --dp N")
+        given = [n for n in request.options.of(FsdpRanksOptions).given() if n not in ("device_type", "fsdp_size")]
+        if given:
+            flags = listed([f"--{name.replace('_', '-')}" for name in given])
+            raise RequestError("request.invalid", f"{flags}: for files of FSDP's ranks", fix="--to fsdp_ranks")
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """Items of any number of ranks, for a checkpoint of the same kind."""
+        if not isinstance(tried.checkpoint.facts, ItemFacts):
+            return []
+        to = TargetFormat.TORCH_CHECKPOINTING
+        refusal = tried.refusal(to, options=Options(deepspeed=DeepSpeedOptions(dp=2)))
+        if refusal is not None:
+            return [tried.impossible(f"{to} --dp", refusal)]
+        return [tried.possible(f"{to} --dp", "any number of ranks of FSDP2", f"--to {to} --dp 2")]
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The rank in a file's name."""
@@ -446,6 +434,11 @@ class _Assembly:
             optimizer=OPTIMIZER if self._optimizer_item is None else self._optimizer_item.key,
             schedulers=tuple(schedulers),
             described=self._found.has_metadata,
+            layouts={
+                key: (item.kind, item.pattern)
+                for key, item in self._found.items.items()
+                if (item.kind, item.pattern) != (TORCH, f"{key}_{{rank}}.pt")
+            },
             versions=self._model.versions,
         )
 
