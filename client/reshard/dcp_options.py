@@ -87,7 +87,7 @@ DCP = InstalledFormat(
     implementation="reshard_engine.formats.dcp.format:Dcp",
     targets={
         "dcp": "PyTorch distributed checkpoint: FSDP, torchtitan, Accelerate, Trainer, Lightning",
-        "torch_save": "the whole state dict of a distributed checkpoint in one file",
+        "torch_save": "one file of torch.save: a DCP's state dict, or model and numbered optimizer",
     },
     options=DcpOptions,
 )

@@ -151,6 +151,33 @@ def resume_shards(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
     return {"losses": losses, "rates": rates}
 
 
+def resume_file(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
+    """Goes on with a run from one file of `torch.save`, under DDP, for three steps.
+
+    Args:
+        path: The file, with `model`, `optimizer` and a scheduler.
+        case: How the model was made: `kind`, `tied`, `buffers`.
+        out: Where the first rank leaves what was loaded, by the truth's names.
+
+    Returns:
+        Losses.
+    """
+    rank, _ = start_world()
+    saved = torch.load(path, weights_only=True)
+    inner = _model(case)
+    inner.load_state_dict(saved["model"])
+    model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(_groups(inner, verl=False), lr=2e-3, betas=(0.9, 0.98))
+    optimizer.load_state_dict(saved["optimizer"])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay)
+    scheduler.load_state_dict(next(saved[key] for key in ("scheduler", "lr_scheduler") if key in saved))
+    for group, rate in zip(optimizer.param_groups, saved["optimizer"]["param_groups"], strict=True):
+        group["lr"] = rate["lr"]  # a new scheduler begins with the first step's
+    if rank == 0:
+        save_file({k: v.detach().contiguous().clone() for k, v in _held(inner, optimizer).items()}, out)
+    return {"losses": [_step(model, optimizer, scheduler, number) for number in range(_STEPS, 2 * _STEPS)]}
+
+
 def _warm_up(step: int) -> float:
     return min(1.0, step / 2)
 

@@ -98,6 +98,43 @@ def test_a_file_with_the_order_says_the_same_as_the_rule(name: str, place: Path,
         reshard.convert(case.file, tmp_path / "c" / "s", progress=False, **zero, **said)
 
 
+# Back to one file.
+
+
+def equal(a: Any, b: Any) -> bool:
+    """True for values that are equal in every bit, key by key in the same order."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype is b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and [*a] == [*b] and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b) and type(a) is type(b)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_file_of_the_same_kind_is_the_same_value(name: str, place: Path, tmp_path: Path) -> None:
+    case = rank_case(name, place)
+    reshard.convert(case.file, tmp_path / "out", to="torch_save", progress=False, **REAL[name])
+    saved = torch.load(case.file, weights_only=True)
+    written_again = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert written_again.keys() == saved.keys()
+    assert all(equal(written_again[k], saved[k]) for k in saved)
+
+
+def test_torch_goes_on_from_zero_with_one_file(place: Path, tmp_path: Path, fsdp: FsdpOracle) -> None:
+    """ZeRO's partitions become the file of a script, whose numbers torch's optimizer loads."""
+    case = rank_case("ddp_plain_w2", place)
+    zero = {"to": "zero", "dp": 3, "zero_stage": "2"}
+    reshard.convert(case.file, tmp_path / "zero" / "s", progress=False, **zero, **REAL["ddp_plain_w2"])
+    reshard.convert(tmp_path / "zero" / "s", tmp_path / "file", to="torch_save", progress=False)
+    file, out = tmp_path / "file" / "checkpoint.pt", tmp_path / "loaded.safetensors"
+    jobs = {"path": str(file), "case": case.facts["case_args"], "out": str(out)}
+    found = fsdp.worlds.run("oracle.fsdp_ranks_load:resume_file", world=3, timeout_s=TIMEOUT_S, **jobs)
+    assert differences(case, load_file(out)) == []
+    assert [f["losses"] for f in found] == [pytest.approx(case.facts["losses_after"], abs=2e-6)] * 3
+
+
 # The Trainer without FSDP and DeepSpeed.
 
 

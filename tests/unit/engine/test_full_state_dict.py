@@ -280,3 +280,80 @@ def test_torchtunes_optimizer_is_read_if_it_names_the_same_parameters(tmp_path: 
         torch.save({**recipe, "optimizer": other}, place / "recipe_state.pt")
         assert "under other names" in read(place).no_optimizer
     reshard.convert(place, tmp_path / "weights", to="safetensors", progress=False)
+
+
+# -- one file again ----------------------------------------------------------------------------------------------------
+
+
+def one_file(place: Path, out: Path, **options: Any) -> dict[str, Any]:
+    reshard.convert(place, out, to="torch_save", progress=False, **options)
+    (file,) = (f for f in out.iterdir() if f.name != "reshard.json")
+    return dict(torch.load(file, weights_only=True))
+
+
+def live(groups: Sequence[Sequence[str]]) -> tuple[dict[str, torch.nn.Parameter], torch.optim.AdamW]:
+    """Parameters of zeros and an optimizer of these groups."""
+    parameters = {n: torch.nn.Parameter(torch.zeros(s)) for n, s in SHAPES.items()}
+    return parameters, torch.optim.AdamW([{"params": [parameters[n] for n in group]} for group in groups])
+
+
+@pytest.mark.parametrize("groups", [ONE, DECAYING, MIXED], ids=["one", "decaying", "mixed"])
+def test_torchs_optimizer_loads_the_numbers_that_are_written(groups: list[list[str]], tmp_path: Path) -> None:
+    """From a distributed target and back: names become numbers again, those of the groups."""
+    states = optimizer(groups)
+    for group, names in zip(states["param_groups"], groups, strict=True):
+        group["param_names"] = names
+    place = save(tmp_path / "a.pt", optimizer=states, epoch=7)
+    reshard.convert(place, tmp_path / "universal" / "s", to="universal", progress=False)
+    found = one_file(tmp_path / "universal" / "s", tmp_path / "out")
+    parameters, adam = live(groups)
+    adam.load_state_dict(found["optimizer"])
+    for name, value in model().items():
+        assert torch.equal(found["model"][name], value)
+        held = adam.state[parameters[name]]
+        assert torch.equal(held["exp_avg"], value * 3)
+        assert torch.equal(held["exp_avg_sq"], value * 5)
+        assert held["step"] == 4
+    assert [g["lr"] for g in adam.param_groups] == [0.5 / (i + 1) for i in range(len(groups))]
+    assert found["epoch"] == 7
+
+
+def test_names_of_full_files_become_numbers(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    torch.save(model(), tmp_path / "in" / "pytorch_model_fsdp.bin")
+    torch.save(optimizer(DECAYING, numbers={n: n for n in SHAPES}), tmp_path / "in" / "optimizer.bin")  # type: ignore[arg-type]
+    found = one_file(tmp_path / "in", tmp_path / "out", torch_file="run.pt")
+    assert (tmp_path / "out" / "run.pt").exists()
+    assert [g["params"] for g in found["optimizer"]["param_groups"]] == [[0, 1, 2], [3, 4, 5]]
+    _, adam = live(DECAYING)
+    adam.load_state_dict(found["optimizer"])
+
+
+def test_ties_and_missing_states_stay_what_they_are(tmp_path: Path) -> None:
+    tensors, states = model(), optimizer()
+    tensors["head"] = tensors["embed"]
+    del states["state"][3]
+    found = one_file(save(tmp_path / "a.pt", model=tensors, optimizer=states), tmp_path / "out")
+    assert found["model"]["head"].data_ptr() == found["model"]["embed"].data_ptr()
+    assert [*found["optimizer"]["state"]] == [0, 1, 2, 4, 5]
+    assert [*found["model"]] == [*tensors]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        ({"framework": "trainer"}, "request.invalid", "a single file has the keys of a script, or Lightning's"),
+        ({"framework": "lightning"}, "request.unsatisfiable", "no state of Lightning's loops"),
+        ({"target_model_key": "epoch"}, "request.unsatisfiable", "client state has the keys epoch"),
+        ({"dtype": "bf16"}, "request.invalid", "no --dtype"),
+    ],
+)
+def test_files_that_no_script_would_load_are_not_written(
+    options: dict[str, Any], code: str, text: str, tmp_path: Path
+) -> None:
+    place = save(tmp_path / "a.pt", epoch=7)
+    with pytest.raises(ReshardError, match=text) as caught:
+        one_file(place, tmp_path / "out", **options)
+    assert caught.value.code == code
+    other = one_file(place, tmp_path / "said", target_model_key="net", target_optimizer_key="opt")
+    assert {*other} == {"net", "opt", "epoch"}

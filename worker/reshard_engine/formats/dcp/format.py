@@ -62,7 +62,8 @@ class Dcp(Format):
             return None
         place = location if request.source.tag is None else location.child(*request.source.tag.split("/"))
         if request.to == "torch_save":
-            return replace(read_state_tree(place, ledger), family=self.name)
+            state = read_state_tree(place, ledger)
+            return None if state is None else replace(state, family=self.name)
         info = place.store.stat(place.path)
         if info is None:
             return None
@@ -97,6 +98,8 @@ class Dcp(Format):
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """All but the names of numbered parameters, if the target keeps all models where the source has them."""
         facts, options = facts_of(checkpoint), request.options.of(DcpOptions)
+        if request.to == "torch_save":  # its optimizer numbers parameters, so that their order matters
+            return (Question.BUFFERS,)
         always = (Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
         if facts is None or options.framework not in (None, facts.framework):
             return always

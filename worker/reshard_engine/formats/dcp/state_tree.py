@@ -5,25 +5,37 @@ Source: torch 2.13.0 `distributed/checkpoint/format_utils.py` (`dcp_to_torch_sav
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from reshard.dcp_options import DcpOptions
-from reshard.errors import RequestError, SourceError, printable
+from reshard.dcp_options import DcpOptions, Framework
+from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
-from reshard_engine.checkpoint import Checkpoint, FormatFacts
+from reshard_engine.checkpoint import Checkpoint, FormatFacts, Parameter, ParamGroup, Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
+from reshard_engine.formats.carried import named, of_the_format
 from reshard_engine.formats.dcp.metadata.model import KeyPath
+from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, is_adam
 from reshard_engine.formats.dcp.reader.reader import saved_state_in
 from reshard_engine.formats.dcp.reader.saved_state import CarriedValues, SavedTensor, nested, open_values
 from reshard_engine.formats.dcp.reader.tensors import ChunkTensors
 from reshard_engine.formats.numbered import optimizers_in
-from reshard_engine.formats.torch_archive import tree_template
-from reshard_engine.pickles.nodes import Node, PTensorRef, collector_paused, mapping_of
+from reshard_engine.formats.torch_archive import scalar_node, tree_template
+from reshard_engine.pickles.nodes import (
+    Node,
+    PList,
+    PLiteral,
+    PTensorRef,
+    collector_paused,
+    mapping_of,
+    ordered_dict,
+)
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
+from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
@@ -40,21 +52,17 @@ class StateTree(FormatFacts):
         yield self.tree, ""
 
 
-def read_state_tree(location: Location, ledger: OpaqueLedger) -> Checkpoint:
-    """Read every entry of a distributed checkpoint.
+def read_state_tree(location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
+    """Read every entry of a distributed checkpoint; None for a directory that is none.
 
     Raises:
-        SourceError: `source.unknown_kind` if it is none, and all errors of reading it.
+        SourceError: Any error of reading it.
     """
     listing = location.store.list_directory(location.path)
     with collector_paused():
         state = saved_state_in(location, listing)
         if state is None:
-            raise SourceError(
-                "source.unknown_kind",
-                f"{printable(location.url)} is not a distributed checkpoint",
-                fix="name the directory that holds `.metadata`",
-            )
+            return None
         builder = ShardMapBuilder()
         chunks = ChunkTensors(builder, state.files, state.tensors, ledger)
         carried = CarriedValues(builder)
@@ -118,18 +126,150 @@ class TorchSaveWriter:
     """Lays out the file."""
 
     def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
-        """One file with the nested state dict.
+        """One file: the state dict of a distributed checkpoint as it is, or a training state as scripts save it.
 
         Raises:
-            RequestError: `request.invalid` for options that would change what tensors hold.
+            RequestError: `request.invalid` for options that would change what tensors hold, or for other keys;
+                `request.unsatisfiable` for an optimizer without param groups, and for keys that come twice.
         """
         if request.dtype is not None or request.exclude_frozen:
             raise RequestError("request.invalid", "the file holds all as it is: no --dtype", fix="--to torch")
-        if not isinstance(checkpoint.facts, StateTree):
+        options = request.options.of(DcpOptions)
+        left: tuple[NotCarried, ...] = ()
+        warnings: list[str] = []
+        if isinstance(checkpoint.facts, StateTree):
+            tree = checkpoint.facts.tree
+        else:
+            checkpoint = checkpoint.as_in_the_run()
+            groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
+            file = _TrainingFile(checkpoint, groups, options)
+            tree, left = file.tree(), (*file.left_out(),)
+        root = options.torch_file.rpartition(".")[0] or "archive"
+        template, slots = tree_template(root, tree, checkpoint.shard_map, opaque=request.opaque)
+        written = TargetFile(options.torch_file, template, slots, commit=True)
+        return TargetLayout((written,), None, tuple(warnings), not_carried=left)
+
+
+# A training state as one file: the model by name, the optimizer by number, as `Optimizer.state_dict()` has it.
+#
+# Source: torch 2.13.0 `optim/optimizer.py` (`state_dict`, `load_state_dict`: numbers follow the param groups);
+# lightning 2.6.6 `pytorch/trainer/connectors/checkpoint_connector.py` (`dump_checkpoint`).
+
+_LIGHTNING = "pytorch-lightning_version"
+"""A key of Lightning's checkpoints alone."""
+_NO_PLACE = "a file of torch.save has no place for it"
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingFile:
+    """A training state to be written as one file."""
+
+    checkpoint: Checkpoint
+    groups: Sequence[ParamGroup]
+    options: DcpOptions
+
+    @property
+    def _of_lightning(self) -> bool:
+        """True for Lightning's keys: as asked, or for what its checkpoint held.
+
+        Raises:
+            RequestError: `request.invalid` for other frameworks, `request.unsatisfiable` without Lightning's own state.
+        """
+        framework, held = self.options.framework, _LIGHTNING in self.checkpoint.client_state
+        if framework not in (None, Framework.STATE_DICT, Framework.LIGHTNING):
             raise RequestError(
-                "request.unsatisfiable", "only a distributed checkpoint is one state dict", fix="--to torch"
+                "request.invalid",
+                f"--framework {framework}: a single file has the keys of a script, or Lightning's",
+                fix=f"--framework {Framework.STATE_DICT}, or --to dcp for the files of {framework}",
             )
-        path = request.options.of(DcpOptions).torch_file
-        root = path.rpartition(".")[0] or "archive"
-        template, slots = tree_template(root, checkpoint.facts.tree, checkpoint.shard_map, opaque=request.opaque)
-        return TargetLayout((TargetFile(path, template, slots, commit=True),), None)
+        if framework is Framework.LIGHTNING and not held:
+            raise RequestError(
+                "request.unsatisfiable",
+                "the source holds no state of Lightning's loops, without which Lightning does not resume",
+                fix=f"--framework {Framework.STATE_DICT}",
+            )
+        return held and framework is not Framework.STATE_DICT
+
+    def tree(self) -> Node:
+        """The value of the file.
+
+        Raises:
+            RequestError: `request.unsatisfiable` for client state under the key of the model or of the optimizer.
+        """
+        found, lightning = self.checkpoint, self._of_lightning
+        state: dict[str | int, Node] = {self.options.target_model_key or _MODEL[lightning]: self._model()}
+        if found.optimizer is not None:
+            key, optimizer = self.options.target_optimizer_key or _OPTIMIZER[lightning], self._optimizer()
+            state[key] = PList([optimizer]) if lightning else optimizer
+        state |= {"lr_schedulers": PList([*found.schedulers])} if lightning else self._schedulers()
+        if twice := state.keys() & found.client_state.keys():
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the source's client state has the keys {listed(sorted(map(str, twice)))}, too",
+                fix="--target-model-key KEY and --target-optimizer-key KEY",
+            )
+        # Lightning's own entries come first, as it saves them.
+        return mapping_of({**found.client_state, **state} if lightning else {**state, **found.client_state})
+
+    def _model(self) -> Node:
+        found = self.checkpoint
+        numbers = {p.fqn: p.value() for p in found.parameters} | {b.fqn: b.tensor for b in found.buffers}
+        numbers |= {a: numbers[o] for a, o in found.shared.items() if o in numbers and a not in found.copies}
+        entries: dict[str, Node] = {name: PTensorRef(n) for name, n in {**numbers, **found.copies}.items()}
+        entries |= found.extra_states
+        order = dict.fromkeys((*found.module_names, *entries))
+        return ordered_dict({name: entries[name] for name in order if name in entries})
+
+    def _optimizer(self) -> Node:
+        numbers = {p.fqn: i for i, p in enumerate(self._in_groups())}
+        states: dict[str | int, Node] = {}
+        for parameter in self._in_groups():
+            if parameter.never_updated:
+                continue
+            group = self.groups[parameter.group or 0].hyper_parameters
+            held: dict[str | int, Node] = {}
+            as_torch = is_adam(group, parameter.states.keys() - {"fp32"})
+            # torch's own order: the step first, then moments.
+            for name in sorted(parameter.scalars, key=lambda n: n != STEP):
+                scalar = parameter.scalars[name]
+                one = scalar.dtype is None and as_torch
+                held[name] = _as_tensor(scalar) if one else scalar_node(scalar)
+            held |= {name: PTensorRef(n) for name, n in parameter.states.items() if name != "fp32"}
+            states[numbers[parameter.fqn]] = mapping_of(held)
+        groups = [
+            mapping_of({**g.hyper_parameters, "params": PList([numbers[p.fqn] for p in self.checkpoint.members(i)])})
+            for i, g in enumerate(self.groups)
+        ]
+        return mapping_of({"state": mapping_of(states), "param_groups": PList([*groups])})
+
+    def _in_groups(self) -> list[Parameter]:
+        """The parameters as torch numbers them: those of the first group, then those of the second."""
+        return [p for i in range(len(self.groups)) for p in self.checkpoint.members(i)]
+
+    def _schedulers(self) -> dict[str | int, Node]:
+        """Each scheduler under its key in the source, or `lr_scheduler`."""
+        nodes, keys = self.checkpoint.schedulers, self.checkpoint.scheduler_keys
+        own = len(keys) == len(nodes) and all(map(str.isidentifier, keys))
+        return {keys[i] if own else f"lr_scheduler{f'_{i}' if i else ''}": node for i, node in enumerate(nodes)}
+
+    def left_out(self) -> Iterator[NotCarried]:
+        """The parts of the training state that the file has no place for."""
+        found = self.checkpoint
+        yield from named(dict.fromkeys(key for rank in found.rng for key in rank), _NO_PLACE)
+        yield from of_the_format(found, _NO_PLACE)
+
+
+_MODEL, _OPTIMIZER = ("model", "state_dict"), ("optimizer", "optimizer_states")
+"""The keys of scripts, and Lightning's."""
+
+
+def _as_tensor(scalar: Scalar) -> PLiteral:
+    """A number of Python as the tensor that torch's Adam keeps.
+
+    Raises:
+        SourceError: `checkpoint.malformed` for a number that is no fp32.
+    """
+    try:
+        return PLiteral(FLOAT32.name, (), struct.pack("<f", scalar.value))
+    except OverflowError as error:
+        raise SourceError("checkpoint.malformed", f"a number of the optimizer is {scalar.value}") from error
