@@ -275,6 +275,12 @@ def test_torchtunes_optimizer_is_read_if_it_names_the_same_parameters(tmp_path: 
     found = shards(place, tmp_path / "out")
     assert_right(found, ONE)
     assert (found["epochs_run"], found["seed"]) == (1, 3)
+    alone = tmp_path / "epoch_1"
+    save(alone / "torchtune_model_0.pt", model())
+    torch.save(recipe, alone / "recipe_state.pt")
+    (alone / "notes.txt").write_text("x")
+    assert [n.path for n in read(alone).not_carried] == ["notes.txt"]
+    assert_right(shards(alone, tmp_path / "again"), ONE)
     theirs = {"state": {"tok.weight": {"step": torch.tensor(1.0)}}, "param_groups": [{"params": ["tok.weight"]}]}
     for other in (optimizer(), theirs):
         torch.save({**recipe, "optimizer": other}, place / "recipe_state.pt")

@@ -2,8 +2,8 @@
 
 A user may name the save directory (with `latest` or `latest_universal`), one tag in it, a Hugging Face `checkpoint-N`,
 or an Accelerate or Lightning directory. All but the tag hold a tag directory one level down. A user may also name a
-directory of weights. Trainers leave a copy of the weights in lower precision beside a training state, so a directory
-counts as weights only if no training state is found.
+directory of weights, or one file that a format reads on its own. Trainers leave a copy of the weights in lower
+precision beside a training state, so a directory counts as weights only if no training state is found.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _only_file(location: Location, listing: Listing) -> Found | None:
             f"{printable(location.url)} holds {len(names)} files that could each be the checkpoint: {_some(names)}",
             fix=f"name one of them: reshard inspect {here}",
         )
-    return next((Found(location, Listing((i,), ()), None, *known) for i, known in found.values()), None)
+    return next((Found(location, listing, None, *known) for _, known in found.values()), None)
 
 
 def pointed_tag(location: Location, name: str) -> str | None:

@@ -198,12 +198,31 @@ def whole_tensor(tensor: PTensor, parsed: TorchFile) -> WholeTensor:
 # One file of `torch.save`.
 
 
-def may_be_single(name: str) -> bool:
-    """True for the name of a file that may hold a model and its optimizer together."""
-    return name.endswith(_SINGLE) and not is_companion(name) and name not in (OPTIMIZER, RECIPE)
+def single_names(listing: Listing) -> list[str]:
+    """The names of the files that may each hold a model and its optimizer together."""
+    names = (n for n in listing.by_name if n.endswith(_SINGLE) and not is_companion(n))
+    return [n for n in names if n not in (OPTIMIZER, RECIPE)]
 
 
-def open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
+def open_single(location: Location, listing: Listing, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
+    """What the only such file of a listing holds, and torchtune's state beside it; all other files are named.
+
+    Raises:
+        SourceError: As `_open_single`.
+        RequestError: `request.invalid` for keys that are not there.
+    """
+    infos, (name,) = listing.by_name, single_names(listing)
+    found = _open_single(SourceFile(location.store, name, (infos[name],)), ledger, choices)
+    read = {name}
+    if RECIPE in infos and found.optimizer is None and not found.undecided:
+        found.label = "full-torchtune"
+        _add_recipe(found, open_torch_file(SourceFile(location.store, RECIPE, (infos[RECIPE],)), ledger))
+        read.add(RECIPE)
+    found.not_carried += beside(listing, read.__contains__, companions=False, otherwise=_BESIDE)
+    return found
+
+
+def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
     """What one file of `torch.save` holds.
 
     Raises:

@@ -26,7 +26,6 @@ from reshard_engine.checkpoint import (
     Question,
     Undecided,
 )
-from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TreeTensors, add_whole_tensor
 from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.format import Format, Reader, ReadOptions, refuse_choices
@@ -34,10 +33,10 @@ from reshard_engine.formats.full_state_dict.files import (
     InFile,
     Opened,
     holds_weights_with_optimizer,
-    may_be_single,
     open_pair,
     open_single,
     open_weights_with_optimizer,
+    single_names,
 )
 from reshard_engine.formats.full_state_dict.optimizer import (
     WEIGHTS,
@@ -104,19 +103,17 @@ class SingleFileReader:
     family = "full_state_dict"
 
     def recognises(self, listing: Listing) -> bool:
-        """True if all files have names that scripts give such files."""
-        return bool(listing.files) and all(map(may_be_single, listing.by_name))
+        """True if one file has a name that scripts give such a file."""
+        return len(single_names(listing)) == 1
 
     def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
-        """Read the only file of a listing.
+        """Read the only such file of a listing, and torchtune's state beside it.
 
         Raises:
             SourceError: As `FullPairReader.read`, and `source.unknown_kind` for a file without a model.
             RequestError: `request.invalid` for choices that the source does not leave.
         """
-        (name, info), *_ = listing.by_name.items()
-        opened = open_single(SourceFile(location.store, name, (info,)), options.ledger, options.choices)
-        return _assembled(opened, location, options)
+        return _assembled(open_single(location, listing, options.ledger, options.choices), location, options)
 
 
 class FullStateDict(Format):
