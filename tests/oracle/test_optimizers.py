@@ -6,7 +6,7 @@ docs/optimizers.md has the table that these tests prove.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import reshard
 from house.shared import made_once
 from house.tiers import rest_full
 from oracle.cases import Case, Stage
+from oracle.dcp_cases import torchao_is_here
 from oracle.driver import Oracle, Trained
+from oracle.fixtures import TrainedFactory
 from oracle.launcher import WorldError
 from oracle.outputs import convert, read_universal
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences, meta_differences
@@ -239,3 +241,56 @@ def test_other_optimizers_keep_their_states(name: str, stage: Stage, oracle: Ora
     again = oracle.resume_universal(case, tmp_path / "any", tmp_path / "again", **loaded)
     assert differences(run.truth, again.state, without=NOT_LOADED_BY_UNIVERSAL) == []
     assert again.losses == resumed.losses
+
+
+def _refused_by_name(source: Path, tmp_path: Path, named: str) -> None:
+    """No target of a training state takes it, each says the state's name, and the weights come out."""
+    layout = NativeLayout(dp=3, zero_stage="2")
+    for to, options in (("zero", {"layout": layout}), ("universal", {}), ("dcp", {"framework": "state-dict"})):
+        with pytest.raises(RequestError, match=named) as caught:
+            reshard.convert(source, tmp_path / to / "step3", to=to, progress=False, **_flat(options))
+        assert caught.value.code == "request.unsatisfiable"
+        assert str(caught.value.fix).startswith("write the weights alone: --to safetensors; or go on with the source")
+        assert not (tmp_path / to).exists()
+    result = reshard.convert(source, tmp_path / "weights", to="safetensors", progress=False)
+    assert "optimizer" in {entry.path for entry in result.not_carried}
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    layout = options.get("layout")
+    return dict(options) if layout is None else {"dp": layout.dp, "zero_stage": layout.zero_stage}
+
+
+@pytest.mark.skipif(not torchao_is_here(), reason="torchao is not installed")
+@pytest.mark.parametrize(
+    ("name", "stage"), rest_full([(n, s) for n in ("AdamW8bit", "AdamW4bit") for s in (2, 3)], ("AdamW8bit", 2))
+)
+def test_torchaos_states_in_deepspeeds_files_are_refused_by_name(
+    name: str, stage: Stage, oracle: Oracle, tmp_path: Path
+) -> None:
+    """Each block is of a rank's partition: another number of ranks has no such block."""
+    oracle.worlds.run("oracle.quantized:save", world=2, name=name, stage=stage, folder=str(tmp_path / "ckpt"))
+    kind = {"AdamW8bit": "subclass_8bit.OptimState8bit", "AdamW4bit": "subclass_4bit.OptimState4bit"}[name]
+    _refused_by_name(tmp_path / "ckpt" / "step3", tmp_path, rf"exp_avg \(torchao\.optim\.{kind}\)")
+
+
+@pytest.mark.parametrize("form", ["0.50", "plain"])
+def test_states_of_bitsandbytes_are_refused_by_name(
+    form: str, trained: TrainedFactory, oracle: Oracle, tmp_path: Path
+) -> None:
+    """In the form that 0.50.2 has in files of DeepSpeed, and with the same tensors beside one another."""
+    run = trained("z2_fp32")
+    source = tmp_path / "source"
+    shutil.copytree(run.tag_dir, source)
+    for path in source.glob("*_optim_states.pt"):
+        states = torch.load(path, weights_only=False)
+        for held in states["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            numel = held.pop("exp_avg").numel()
+            held.pop("exp_avg_sq")
+            own = {f"state{n}": torch.zeros(numel, dtype=torch.uint8) for n in (1, 2)}
+            own |= {f"absmax{n}": torch.zeros(-(-numel // 256)) for n in (1, 2)}
+            own |= {f"qmap{n}": torch.zeros(256) for n in (1, 2)}
+            held.update(own if form == "plain" else {"__bnb_optimizer_quant_state__": own})
+        torch.save(states, path)
+    named = r"state1 \(uint8\)" if form == "plain" else r"__bnb_optimizer_quant_state__ \(a dict\)"
+    _refused_by_name(source, tmp_path, named)

@@ -58,7 +58,9 @@ def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
             "request.unsatisfiable",
             f"{what} holds plain optimizer states, and the source's are of classes of their own: "
             f"{listed(checkpoint.optimizer.unread)}",
-            fix="write the weights alone: --to safetensors; --to dcp keeps the optimizer as it is",
+            fix="write the weights alone: --to safetensors; or go on with the source's own files on as many ranks"
+            if facts_of(checkpoint).order
+            else "write the weights alone: --to safetensors; --to dcp keeps the optimizer as it is",
         )
     return checkpoint.optimizer
 

@@ -266,6 +266,7 @@ class DcpWriter:
             )
         if isinstance(checkpoint.facts, StateTree):
             return _lay_out_tree(checkpoint, checkpoint.facts.tree, request)
+        _refuse_quantized(checkpoint)
         target = _Target.of(checkpoint, request)
         laid = _LaidOut(target)
         files = list(laid.files())
@@ -284,6 +285,21 @@ _NUMBERS = (
     "the file keeps its own keys, and its optimizer numbers parameters, which FSDP2 does not load; to give them names: "
     f"--framework {Framework.STATE_DICT}"
 )
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Refuse optimizer states that only another format's files hold.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    optimizer = checkpoint.optimizer
+    if optimizer is not None and optimizer.unread and facts_of(checkpoint) is None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the optimizer keeps {listed(optimizer.unread)}, which only the source's own format holds",
+            fix="write the weights alone: --to safetensors; or go on with the source's own files on as many ranks",
+        )
 
 
 def _lay_out_tree(checkpoint: Checkpoint, tree: Node, request: ConvertRequest) -> TargetLayout:

@@ -391,6 +391,7 @@ class _Assembly:
                 groups,
                 decoupled_weight_decay(model.entries.get(CONFIG)),
                 tuple(sorted(self._joiner.rank_numbers.union(*(s.rank_numbers for s in self._slices)))),
+                tuple(dict.fromkeys(name for s in self._slices for name in s.unread)),
             ),
             **run_fields(entries, rng),
             module_names=module_names(model.paths, numbers, extra_states),

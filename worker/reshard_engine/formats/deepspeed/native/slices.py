@@ -7,9 +7,10 @@ rank's own names.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
+from typing import TypeGuard
 
 from reshard.errors import SourceError, printable
 from reshard.models.jobs import NotCarried
@@ -49,10 +50,12 @@ from reshard_engine.pickles.nodes import (
     PTensor,
     PTensorRef,
     is_mapping,
+    kind_of,
     mapping_items,
     ordered_dict,
     sequence_items,
 )
+from reshard_engine.pickles.rebuild import made_of_tensors
 from reshard_engine.pickles.trees import KeyPath, is_extra_state, name_of, nested_dict
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
@@ -78,6 +81,8 @@ class Slice:
     """Names of states that are one number for each data-parallel rank and differ between ranks."""
     agreements: tuple[Agreement, ...] = ()
     """Copies of matrices that several data-parallel ranks keep whole."""
+    unread: tuple[str, ...] = ()
+    """Names of quantized states, each with what it is: they have no element for each of the parameter's."""
 
     @property
     def model(self) -> ModelStates:
@@ -96,6 +101,7 @@ def add_slice(
     Raises:
         SourceError: `checkpoint.*` if the files do not add up.
     """
+    states, unread = _readable(states)
     model, first = models[0], states[0]
     shapes = shapes_by_group(model, states)
     fused = fused_experts(model)
@@ -140,7 +146,36 @@ def add_slice(
     ep = max((p.ep for p in parts), default=1)
     held = tuple(fused.without(m) for m in models)
     numbers = frozenset(rank_numbers)
-    return Slice(tuple(states), held, tuple(trained), ep, dealt, unproven, fused, numbers, tuple(agreements))
+    return Slice(tuple(states), held, tuple(trained), ep, dealt, unproven, fused, numbers, tuple(agreements), unread)
+
+
+def _readable(states: Sequence[RankStates]) -> tuple[Sequence[RankStates], tuple[str, ...]]:
+    """The ranks' states without quantized ones, and the names of these.
+
+    torchao keeps `exp_avg` as a tensor made of codes, scales and a table. bitsandbytes keeps codes beside `absmax` and
+    `qmap`; 0.50 saves all of its tensors, whole ones too, in a dictionary. Each value is that of a block of a rank's
+    partition: no other partition has such a block.
+
+    Source: torchao 0.18.0 `optim/subclass_8bit.py`; bitsandbytes 0.50.2 `optim/optimizer.py` (`init_state`: `state1`,
+    `absmax1`, `qmap1`; `state_dict`: `__bnb_optimizer_quant_state__`); verified by running.
+    """
+    kinds: dict[str, str] = {}
+    for held in (group for rank in states for group in rank.states):
+        codes = any(_is_flat(v) and not BY_NAME[v.dtype].floating for v in held.values())
+        for key, value in held.items():
+            made = made_of_tensors(value)
+            if made is not None or is_mapping(value):
+                kinds[key] = kind_of(value) if made is None else made.kind.dotted
+            elif codes and _is_flat(value):
+                kinds[key] = value.dtype
+    if not kinds:
+        return states, ()
+    kept = [replace(r, states=tuple({k: v for k, v in g.items() if k not in kinds} for g in r.states)) for r in states]
+    return kept, tuple(f"{printable(key)} ({printable(kind)})" for key, kind in kinds.items())
+
+
+def _is_flat(value: Node) -> TypeGuard[PTensor]:
+    return isinstance(value, PTensor) and len(value.shape) == 1
 
 
 def _fragments(ranks: Sequence[RankStates], index: int) -> list[str]:
