@@ -137,9 +137,9 @@ class OptionKeywords(TypedDict, total=False):
     rank_framework: RankFramework | str | None
     """`to="fsdp_ranks"`: framework that loads it; default: the source's. One of `verl`, `skyrl`, `accelerate`."""
     device_type: str | None
-    """`to="fsdp_ranks"`: devices of the run, such as cuda; default: the source's."""
+    """`to="fsdp_ranks"`, torch_checkpointing: devices of the run, such as cuda; default: the source's."""
     fsdp_size: int | None
-    """`to="fsdp_ranks"`: ranks that share one copy (HSDP); default: the source's, else all."""
+    """`to="fsdp_ranks"`, torch_checkpointing: ranks that share one copy (HSDP); default: the source's, else all."""
     fsdp_version: int | None
     """`to="fsdp_ranks"`: FSDP of the run; 2 for a run of FSDP1 that goes on with FSDP2."""
     merge_adapter: bool
