@@ -73,6 +73,8 @@ OF_OTHERS = {
         *("global_step", "lr_schedulers", "rng_state", ".pth"),
         *("lr_scheduler", "lr_scheduler_", "lr_scheduler[", "skipped_steps"),
     },
+    # Names of Lightning and of usual scripts, too.
+    "formats/dcp/state_tree.py": {"lr_scheduler", "lr_schedulers"},
     # Names of verl's and SkyRL's extra state, too.
     "formats/fsdp_ranks/files.py": {"lr_scheduler", "client_state"},
     # Names of Lightning and of Megatron-LM, too.
