@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
-from laws.rank_files import Tensors, World
+from laws.rank_files import Tensors, World, of_rank
 
 HYPER_PARAMETERS = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False,
                     "foreach": None}  # fmt: skip
@@ -56,11 +57,43 @@ def save_items(
     change_metadata: Callable[[dict[str, Any]], None] | None = None,
 ) -> Path:
     """The files of each rank, and `metadata.pkl` if an item is described."""
+
+    def payload_of(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return _payload(tensors, mesh, how, rank)
+
+    return _save_all(payload_of, folder, world, how, change=change, change_metadata=change_metadata)
+
+
+def save_item_run(
+    model: Mapping[str, Any], optimizer: Mapping[str, Any], others: Mapping[str, Any], folder: Path, world: World
+) -> Path:
+    """The items of a run whose state dicts hold `dcp_files.Sharded`; its optimizer has names."""
+    groups = [{"param_names": g["params"], **{k: v for k, v in g.items() if k != "params"}}
+              for g in optimizer["param_groups"]]  # fmt: skip
+
+    def payload_of(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        made: dict[int, Any] = {}
+        states = {"state": of_rank(optimizer["state"], mesh, made), "param_groups": groups}
+        items = {"model": OrderedDict(of_rank(dict(model), mesh, made))}
+        return {**items, "optimizer": {**states, "_optimizer_state_format_version": 1}, **others}
+
+    return _save_all(payload_of, folder, world, Items())
+
+
+def _save_all(
+    payload_of: Callable[[int, DeviceMesh], dict[str, Any]],
+    folder: Path,
+    world: World,
+    how: Items,
+    *,
+    change: Change | None = None,
+    change_metadata: Callable[[dict[str, Any]], None] | None = None,
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     specs: dict[str, dict[str, dict[str, Any]]] = {}
     for rank in range(world.size):
         with world.mesh_of(rank) as mesh:
-            payload = _payload(tensors, mesh, how, rank)
+            payload = payload_of(rank, mesh)
             for item in how.described:
                 for path, spec in _specs(payload[item], world.size):
                     text = json.dumps(path, separators=(",", ":"))
@@ -77,7 +110,7 @@ def save_items(
     return folder
 
 
-def _payload(tensors: Tensors, mesh: Any, how: Items, rank: int) -> dict[str, Any]:
+def _payload(tensors: Tensors, mesh: DeviceMesh, how: Items, rank: int) -> dict[str, Any]:
     def cut(whole: torch.Tensor, placements: Any) -> Any:
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
@@ -177,3 +210,48 @@ def _metadata(specs: Mapping[str, Mapping[str, Mapping[str, Any]]], how: Items, 
         for item, held in specs.items()
     }
     return {"metadata": items, "world_size": world, "version": how.version}
+
+
+# Comparing.
+
+
+def _differences(a: Any, b: Any, at: str = "") -> list[str]:
+    """The places where two values differ; DTensors with their meshes, dicts with their order."""
+    if type(a) is not type(b):
+        return [f"{at}: {type(a)}, {type(b)}"]
+    if isinstance(a, DTensor):
+        state_a, state_b = ({**t.device_mesh.__getstate__(), "_hash": 0} for t in (a, b))
+        same = (str(state_a), a.placements, a.shape, a.stride()) == (str(state_b), b.placements, b.shape, b.stride())
+        specs = [(t._spec.tensor_meta, t._spec.shard_order) for t in (a, b)]  # pyright: ignore[reportPrivateUsage]
+        return _differences(a.to_local(), b.to_local(), at) + ([] if same and specs[0] == specs[1] else [f"{at}: mesh"])
+    if isinstance(a, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        return [] if same else [f"{at}: {a}, {b}"]
+    if isinstance(a, dict):
+        if list(a) != list(b):
+            return [f"{at}: {list(a)}, {list(b)}"]
+        return [d for k in a for d in _differences(a[k], b[k], f"{at}.{k}")]
+    if isinstance(a, list | tuple):
+        found = [d for i, pair in enumerate(zip(a, b, strict=False)) for d in _differences(*pair, f"{at}[{i}]")]
+        return found + ([] if len(a) == len(b) else [f"{at}: {len(a)}, {len(b)}"])
+    return [] if a == b else [f"{at}: {a!r}, {b!r}"]
+
+
+def _content(file: Path) -> Any:
+    if file.suffix == ".pt":
+        return torch.load(file, weights_only=False)
+    if file.suffix == ".pkl":
+        return pickle.loads(file.read_bytes())
+    return load_file(file) if file.suffix == ".safetensors" else file.read_text()
+
+
+def folder_differences(a: Path, b: Path) -> list[str]:
+    """The places where the files of two directories differ, but for how long storages are."""
+    names = [
+        sorted(str(f.relative_to(d)) for f in d.rglob("*") if f.is_file() and f.name != "reshard.json") for d in (a, b)
+    ]
+    if names[0] != names[1]:
+        return [f"{names[0]}, {names[1]}"]
+    found = [d for n in names[0] if n != "metadata.pkl" for d in _differences(_content(a / n), _content(b / n), n)]
+    both = [_content(d / "metadata.pkl") for d in (a, b) if (d / "metadata.pkl").exists()]
+    return found + ([] if not both or both[0] == both[1] else ["metadata.pkl"])

@@ -157,19 +157,21 @@ def save_run(
     for rank in range(world.size):
         with world.mesh_of(rank) as mesh:
             made: dict[int, Any] = {}
-
-            def of_rank(value: Any, mesh: DeviceMesh = mesh, made: dict[int, Any] = made) -> Any:
-                if isinstance(value, Sharded):
-                    if id(value) not in made:
-                        made[id(value)] = _cut(value.whole, mesh, value.placements)
-                    return made[id(value)]
-                return {k: of_rank(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-            items = {"model": OrderedDict(of_rank(dict(model))), "optim": of_rank(dict(optimizer))}
+            items = {"model": OrderedDict(of_rank(dict(model), mesh, made))}
+            items["optim"] = of_rank(dict(optimizer), mesh, made)
             names = _ACCELERATE if extra is None else _VERL
             items |= {} if extra is None else {"extra_state": dict(extra)}
             for item, value in items.items():
                 torch.save(value, folder / names[item].format(rank=rank, world=world.size))
+
+
+def of_rank(value: Any, mesh: DeviceMesh, made: dict[int, Any]) -> Any:
+    """A state dict that holds `dcp_files.Sharded` as one rank has it; `made` has the DTensors made so far."""
+    if isinstance(value, Sharded):
+        if id(value) not in made:
+            made[id(value)] = _cut(value.whole, mesh, value.placements)
+        return made[id(value)]
+    return {k: of_rank(v, mesh, made) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 FSDP1 = "ShardedTensor"

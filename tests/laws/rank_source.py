@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,6 +16,7 @@ from laws.dcp_kept import with_zeros
 from laws.dcp_layout import Layout, Role
 from laws.dcp_runs import as_run, idle_parameters
 from laws.dcp_state_dicts import StateDicts
+from laws.item_files import save_item_run
 from laws.rank_files import World, save_run
 from laws.torch_values import torch_value, tree_of
 from reshard_engine.tensors.dtypes import BY_NAME
@@ -140,4 +142,23 @@ def _numbered(state: LogicalState) -> LogicalState:
     )
 
 
+@dataclass(frozen=True)
+class ItemSource(RankSource):
+    """Items of torch_checkpointing: names, and the script's values as items of their own."""
+
+    def write(self, case: Case, directory: Path) -> Saved:
+        """The directory that a user names."""
+        state, layout = case.state, case.layout
+        model, optimizer = _state_dicts(state, layout, numbers=False)
+        # An item is called as a part of a file's name.
+        values = {n: torch_value(v) for n, v in state.values.items() if re.fullmatch(r"[A-Za-z0-9_-]{1,60}", n)}
+        values = {n: v for n, v in values.items() if n not in ("model", "optimizer")}
+        world = World(layout.how.mesh, tuple(layout.roles))
+        save_item_run(model, optimizer, values, directory, world)
+        idle = idle_parameters(state, layout)
+        found = with_zeros(_kept(state, model, numbers=False), idle)
+        return Saved(replace(found, values=tree_of(values)), frozenset({self.name}), frozenset(), idle)
+
+
+ITEM_SOURCE = ItemSource("items of torch_checkpointing", numbers=False)
 RANK_SOURCES = (RankSource("ranks of verl", numbers=True), RankSource("ranks of Accelerate", numbers=False))

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, seed, settings, strategies as
 import reshard
 from house.measured import say
 from laws.profiles import laws_profile, laws_seed
-from laws.rank_source import RANK_SOURCES, RankSource
+from laws.rank_source import ITEM_SOURCE, RANK_SOURCES, RankSource
 from reshard.errors import ReshardError
 
 _SEED = laws_seed()
@@ -33,7 +33,7 @@ def met() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("source", RANK_SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("source", [*RANK_SOURCES, ITEM_SOURCE], ids=lambda source: source.name)
 @seed(_SEED)
 @settings(
     laws_profile(),
@@ -49,11 +49,13 @@ def test_another_number_of_ranks_holds_the_same(
         place, out = Path(folder, "in"), Path(folder, "out")
         place.mkdir()
         source.write(case, place)
-        options: dict[str, Any] = {"fsdp_version": 2, "device_type": "cpu", "fsdp_size": dp}
+        to = "torch_checkpointing" if source is ITEM_SOURCE else "fsdp_ranks"
+        options: dict[str, Any] = {"device_type": "cpu", "fsdp_size": dp}
+        options |= {} if source is ITEM_SOURCE else {"fsdp_version": 2}
         options |= {"rank_framework": "skyrl"} if source.numbers else {}  # verl has no client state
         refusal = None
         try:
-            reshard.convert(place, out, to="fsdp_ranks", dp=dp, progress=False, opaque="keep", **options)
+            reshard.convert(place, out, to=to, dp=dp, progress=False, opaque="keep", **options)
         except ReshardError as error:
             refusal = error
         if refusal is not None:
@@ -63,4 +65,5 @@ def test_another_number_of_ranks_holds_the_same(
         met["converted"] += 1
         found = reshard.diff(place, out, progress=False)
         assert list(found.differences) == []
-        met["of another world"] += len([*place.glob("*rank*")]) != len([*out.glob("*rank*")])
+        models = [len([*d.glob("*model*")]) for d in (place, out)]
+        met["of another world"] += models[0] != models[1]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import reshard
 from house.rank_cases import RankCase, rank_case
+from laws.item_files import folder_differences
 from oracle.dcp_driver import TIMEOUT_S, FsdpOracle
 from oracle.whole_tensors import differences, named, whole
 
@@ -137,3 +138,29 @@ def test_a_trainers_files_beside_full_files_are_written_again(name: str, place: 
     for scheduler in case.checkpoint.glob("scheduler.*"):
         kept, now = (torch.load(d / scheduler.name) for d in (case.checkpoint, tmp_path / "dcp"))
         assert {**kept, "lr_lambdas": None} == {**now, "lr_lambdas": None}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_items_for_the_same_ranks_are_those_of_the_manager(name: str, place: Path, tmp_path: Path) -> None:
+    case = rank_case(name, place)
+    reshard.convert(case.checkpoint, tmp_path / "out", to="torch_checkpointing", dp=case.facts["world"], progress=False)
+    assert folder_differences(case.checkpoint, tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_items_go_over_other_ranks_and_over_dcp_and_back(
+    name: str, place: Path, tmp_path: Path
+) -> None:
+    case = rank_case(name, place)
+    options: dict[str, Any] = {"to": "torch_checkpointing", "progress": False}
+    reshard.convert(case.checkpoint, tmp_path / "three", dp=3, **options)
+    written(case, tmp_path / "dcp")
+    buffers = ",".join(b.removesuffix("/buffer") for b in case.facts["buffers"]) or "none"
+    reshard.convert(tmp_path / "dcp", tmp_path / "two", dp=2, device_type="cpu", buffers=buffers, **options)
+    for way in ("three", "two"):
+        reshard.convert(tmp_path / way, tmp_path / f"{way}.dcp", to="dcp", grammar="state-dict", progress=False)
+        found = whole(tmp_path / f"{way}.dcp")
+        assert differences(case, named(found)) == []
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in found["optimizer"]["param_groups"]]
+        assert json.loads(json.dumps(groups)) == case.facts["groups"]
+        assert int(found["train_state"]["tokens"]) == 360

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import reshard
-from laws.item_files import Items, save_items
+from laws.item_files import Items, folder_differences, save_items
 from laws.rank_files import ROWS, Placements, Tensors, World, save_accelerate, small_model
 from reshard.errors import RequestError
 
@@ -28,47 +25,6 @@ OTHERS = {"lr_scheduler": SCHEDULER, "train_state": {"step": 3, "tokens": torch.
 
 def untied(placements: Placements = ROWS) -> Tensors:
     return replace(small_model(placements), ties={})
-
-
-def differences(a: Any, b: Any, at: str = "") -> list[str]:
-    """The places where two values differ; DTensors with their meshes, dicts with their order."""
-    if type(a) is not type(b):
-        return [f"{at}: {type(a)}, {type(b)}"]
-    if isinstance(a, DTensor):
-        state_a, state_b = ({**t.device_mesh.__getstate__(), "_hash": 0} for t in (a, b))
-        same = (str(state_a), a.placements, a.shape, a.stride()) == (str(state_b), b.placements, b.shape, b.stride())
-        specs = [(t._spec.tensor_meta, t._spec.shard_order) for t in (a, b)]  # pyright: ignore[reportPrivateUsage]
-        return differences(a.to_local(), b.to_local(), at) + ([] if same and specs[0] == specs[1] else [f"{at}: mesh"])
-    if isinstance(a, torch.Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        return [] if same else [f"{at}: {a}, {b}"]
-    if isinstance(a, dict):
-        if list(a) != list(b):
-            return [f"{at}: {list(a)}, {list(b)}"]
-        return [d for k in a for d in differences(a[k], b[k], f"{at}.{k}")]
-    if isinstance(a, list | tuple):
-        found = [d for i, pair in enumerate(zip(a, b, strict=False)) for d in differences(*pair, f"{at}[{i}]")]
-        return found + ([] if len(a) == len(b) else [f"{at}: {len(a)}, {len(b)}"])
-    return [] if a == b else [f"{at}: {a!r}, {b!r}"]
-
-
-def content(file: Path) -> Any:
-    if file.suffix == ".pt":
-        return torch.load(file, weights_only=False)
-    if file.suffix == ".pkl":
-        return pickle.loads(file.read_bytes())
-    return load_file(file) if file.suffix == ".safetensors" else file.read_text()
-
-
-def folder_differences(a: Path, b: Path) -> list[str]:
-    names = [
-        sorted(str(f.relative_to(d)) for f in d.rglob("*") if f.is_file() and f.name != "reshard.json") for d in (a, b)
-    ]
-    if names[0] != names[1]:
-        return [f"{names[0]}, {names[1]}"]
-    found = [d for n in names[0] if n != "metadata.pkl" for d in differences(content(a / n), content(b / n), n)]
-    both = [content(d / "metadata.pkl") for d in (a, b) if (d / "metadata.pkl").exists()]
-    return found + ([] if not both or both[0] == both[1] else ["metadata.pkl"])
 
 
 @pytest.mark.parametrize(

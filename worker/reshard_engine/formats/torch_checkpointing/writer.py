@@ -87,8 +87,9 @@ _OF_RANKS = "each rank saved another value of it, and nothing says what other ra
 _OF_PARTITIONS = "one number for each rank's partition, and these files hold whole parameters' shards"
 _WEIGHTS = "write the weights alone: --to safetensors"
 _NO_NAMES = (
-    "the mesh's axes have no names, as fully_shard makes one; a run whose axes have names is resharded as it loads, "
-    "and torch_checkpointing then reads tensors alone: lr, weight_decay and betas stay those of the run"
+    "the mesh's axes have no names, as fully_shard makes one; for a run whose axes have names torch_checkpointing "
+    "reshards, and reads tensors alone: there load the optimizer as an item without a resharder, for lr, weight_decay "
+    "and betas"
 )
 _NO_GROUPS = (
     "nothing says the names of the process groups of a mesh of replicas: loaded optimizer states cannot be gathered "
