@@ -81,13 +81,11 @@ class Spec:
     shape: Shape
     """Of the whole tensor."""
     mesh_shape: Shape
-    mesh_ranks: tuple[int, ...]
-    """The ranks of the mesh in row-major order."""
+    places: Mapping[int, int]
+    """The ranks of the mesh, each with its place in row-major order: the ranks whose files hold a part."""
     names: tuple[str, ...] | None
     device: str
     placements: tuple[Placement, ...]
-    ranks: frozenset[int]
-    """The ranks whose files hold a part of it."""
 
     @property
     def whole(self) -> bool:
@@ -96,8 +94,22 @@ class Spec:
 
     def mesh_of(self, rank: int) -> Mesh:
         """The mesh as one of its ranks knows it."""
-        place = unraveled(self.mesh_ranks.index(rank), self.mesh_shape)
-        return Mesh(self.mesh_shape, self.names, place, len(self.mesh_ranks), self.device, MeshForm.AXES)
+        place = unraveled(self.places[rank], self.mesh_shape)
+        return Mesh(self.mesh_shape, self.names, place, len(self.places), self.device, MeshForm.AXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Specs:
+    """How one tensor lies on all ranks: one mesh of all, or one for each set of ranks that shares a part."""
+
+    each: tuple[Spec, ...]
+    by_rank: Mapping[int, int]
+    """For each rank the index of its mesh."""
+
+    def of(self, rank: int) -> Spec | None:
+        """How the tensor lies on the mesh of this rank; None if nothing says it."""
+        at = self.by_rank.get(rank)
+        return None if at is None else self.each[at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +125,14 @@ class Layout:
 class ItemMetadata:
     """What `metadata.pkl` says of one item."""
 
-    specs: Mapping[Path, tuple[Spec, ...]]
+    specs: Mapping[Path, Specs]
     layouts: Mapping[int, Layout | None]
     """The file of each rank; None for that which an item without a layout has."""
 
     def spec(self, path: Path, rank: int) -> Spec | None:
         """How the tensor at this path lies on the mesh of this rank; None if nothing says it."""
-        return next((s for s in self.specs.get(path, ()) if rank in s.ranks), None)
+        found = self.specs.get(path)
+        return None if found is None else found.of(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +326,11 @@ def _metadata(location: Location, info: ObjectInfo) -> Metadata:
 
 
 class _Parsing:
-    """One parse. Meshes and lists of ranks are shared by many tensors, and each is read once."""
+    """One parse. Lists of ranks are equal for many tensors: each is kept once, for there may be a thousand of both."""
 
     def __init__(self) -> None:
-        self._ints: dict[int, tuple[int, ...]] = {}
-        self._sets: dict[int, frozenset[int]] = {}
+        self._places: dict[tuple[int, ...], Mapping[int, int]] = {}
+        self._by_rank: dict[tuple[int, ...], Mapping[int, int]] = {}
 
     def metadata(self, root: Node) -> Metadata:
         held = self._dict(root, "the root")
@@ -357,7 +370,7 @@ class _Parsing:
         """
         by_rank = self._dict(mappings, "rank_to_layout_info_mappings")
         layouts = {rank: self._dict(node, f"layouts of rank {rank}") for rank, node in by_rank.items()}
-        found: dict[str, dict[Path, tuple[Spec, ...]]] = {}
+        found: dict[str, dict[Path, Specs]] = {}
         for text, groups in paths.items():
             key, *path = self._path(text)
             if not isinstance(key, str):
@@ -400,18 +413,21 @@ class _Parsing:
             raise _malformed(f"the path {printable(str(text), max_chars=80)} is no list of names and numbers")
         return tuple(keys)
 
-    def _specs(self, node: Node, path: str | int, world: int) -> tuple[Spec, ...]:
+    def _specs(self, node: Node, path: str | int, world: int) -> Specs:
         what = printable(str(path), max_chars=120)
-        found = [self._spec(group, what, world) for group in self._items(node, what)]
-        seen: set[int] = set()
-        for spec in found:
-            if seen & spec.ranks:
-                raise _malformed(f"{what} lies on rank {min(seen & spec.ranks)} in two ways")
-            seen |= spec.ranks
+        found = tuple(self._spec(group, what, world) for group in self._items(node, what))
         if len({(s.dtype, s.shape) for s in found}) > 1:
             said = listed([f"{s.dtype.name} {s.shape}" for s in found])
             raise _malformed(f"{what} is of several kinds: {said}")
-        return tuple(found)
+        key = tuple(id(s.places) for s in found)
+        if key not in self._by_rank:
+            by_rank: dict[int, int] = {}
+            for index, spec in enumerate(found):
+                if twice := by_rank.keys() & spec.places.keys():
+                    raise _malformed(f"{what} lies on rank {min(twice)} in two ways")
+                by_rank |= dict.fromkeys(spec.places, index)
+            self._by_rank[key] = by_rank
+        return Specs(found, self._by_rank[key])
 
     def _spec(self, node: Node, what: str, world: int) -> Spec:
         group = self._dict(node, what)
@@ -432,16 +448,19 @@ class _Parsing:
         dtype = BY_NAME.get(str(data.get("dtype")).removeprefix("torch."))
         if dtype is None or not str(data.get("dtype")).startswith("torch."):
             raise _malformed(f"{what} is of the type {printable(str(data.get('dtype')), max_chars=40)}")
-        holders = self._set(group.get("ranks"), what)
+        holders = self._numbers(group.get("ranks"), what)
         if not 0 < len(ranks) == prod(mesh_shape) or len({*ranks}) != len(ranks) or max(ranks) >= world:
             raise _malformed(f"{what}: a mesh of {mesh_shape} of the ranks {listed(list(map(str, ranks)))} of {world}")
         if len(placements) != len(mesh_shape) or (words is not None and len(words) != len(mesh_shape)):
             raise _malformed(f"{what}: {counted(len(placements), 'placement')} on a mesh of {mesh_shape}")
-        if holders != frozenset(ranks):
+        if len({*holders}) != len(holders):
+            raise _malformed(f"{what}: a rank is in its list twice")
+        if {*holders} != {*ranks}:
             raise _malformed(f"{what} is said of other ranks than those of its mesh")
+        places = self._places.setdefault(ranks, {rank: at for at, rank in enumerate(ranks)})
         cuts = tuple(self._placement(n, len(shape), what) for n in placements)
         device = device if isinstance(device, str) else ""
-        return Spec(dtype, shape, mesh_shape, ranks, words, device, cuts, holders)
+        return Spec(dtype, shape, mesh_shape, places, words, device, cuts)
 
     def _placement(self, node: Node, dims: int, what: str) -> Placement:
         held = self._dict(node, what)
@@ -469,21 +488,10 @@ class _Parsing:
         return list(node.items)
 
     def _numbers(self, node: Node, what: str) -> tuple[int, ...]:
-        if (known := self._ints.get(id(node))) is not None:
-            return known
         found = self._items(node, what)
         if not all(type(n) is int and 0 <= n < _MOST for n in found):
             raise _malformed(f"{what}: lengths or ranks that are no counts")
-        self._ints[id(node)] = tuple(found)
-        return self._ints[id(node)]
-
-    def _set(self, node: Node, what: str) -> frozenset[int]:
-        if id(node) not in self._sets:
-            numbers = self._numbers(node, what)
-            if len({*numbers}) != len(numbers):
-                raise _malformed(f"{what}: a rank is in its list twice")
-            self._sets[id(node)] = frozenset(numbers)
-        return self._sets[id(node)]
+        return tuple(found)
 
 
 def path_text(path: Sequence[str | int]) -> str:

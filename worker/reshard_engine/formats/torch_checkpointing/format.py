@@ -624,7 +624,7 @@ def _prove(item: Item, metadata: ItemMetadata, ranks: Sequence[Mapping[Path, Hel
 
 def _require_all(item: Item, metadata: ItemMetadata, rank: int, held: Iterable[Path]) -> None:
     there = {*held}
-    said = (p for p, specs in metadata.specs.items() if any(rank in s.ranks for s in specs))
+    said = (p for p, specs in metadata.specs.items() if rank in specs.by_rank)
     lacking = [p for p in said if p not in there and not (len(p) > 1 and p[0] == GROUPS)]  # a rate may be a tensor
     if lacking:
         names = [printable(".".join(map(str, p))) for p in lacking]
