@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import NotCarried
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Question, Undecided
-from reshard_engine.containers.source_file import SourceFile, open_all
+from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file, place_of
 from reshard_engine.formats.carried import OF_ANOTHER, named
 from reshard_engine.formats.model_weights import SHARDED_NAMES, plain_name
@@ -52,7 +53,7 @@ from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rebuild import made_of_tensors
 from reshard_engine.pickles.trees import is_extra_state
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import Listing
+from reshard_engine.storage.protocol import Listing, read_bytes
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 from reshard_engine.tensors.shard_map import is_packed
 
@@ -68,6 +69,7 @@ _BESIDE = "it lies beside the model's file, and nothing reads it"
 _BESIDE_MODEL = "it lies beside pytorch_model_fsdp.bin, from which the weights are read"
 _MODEL_FILES = "configuration and tokenizer: --model-files with this directory copies them beside weights"
 _DIRECTORY = "name the directory that holds it"
+_CONFIG_LIMIT_BYTES = 1 << 20
 _LEAST_DIMS = 2
 """The dimensions of a matrix: vectors of different layers are often equal, and none is tied."""
 
@@ -438,10 +440,32 @@ def open_weights_with_optimizer(
         _add_recipe(found, parsed)
     else:
         found.optimizer, found.optimizers = InFile(parsed.root, parsed), 1
+    if safe and not found.shared and _ties_embeddings(location, listing):
+        found.warnings.append(_TIED)
     read = {name, *(s.file.name for s in weights.shards)}
     read |= set() if weights.index is None else {weights.index.name}
     _add_companions(found, location, listing, ledger, {}, read=read)
     return found
+
+
+_TIED = (
+    "config.json ties the word embeddings, and safetensors hold a tied tensor under its first name alone: no target "
+    "has the second name, which get_state_dict asks for; load with DefaultLoadPlanner(allow_partial_load=True), as the "
+    "model ties it itself"
+)
+
+
+def _ties_embeddings(location: Location, listing: Listing) -> bool:
+    """True if the model's configuration says so.
+
+    Raises:
+        SourceError: `checkpoint.malformed` for a file that is no JSON.
+    """
+    info = listing.by_name.get("config.json")
+    if info is None or info.size_bytes > _CONFIG_LIMIT_BYTES:
+        return False
+    config = parse_json(read_bytes(location.store, info), code="checkpoint.malformed", what="config.json")
+    return isinstance(config, dict) and cast("dict[str, Any]", config).get("tie_word_embeddings") is True
 
 
 def _of_weights(weights: OpenedWeights, *, ordered: bool) -> Opened:
