@@ -22,6 +22,7 @@ from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.launcher import WorldError
 from oracle.outputs import convert, read_universal
+from oracle.rank_optimizers import MAKE
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences, meta_differences
 from reshard.errors import RequestError, SourceError
 from reshard.options import NativeLayout
@@ -292,5 +293,56 @@ def test_states_of_bitsandbytes_are_refused_by_name(
             own |= {f"qmap{n}": torch.zeros(256) for n in (1, 2)}
             held.update(own if form == "plain" else {"__bnb_optimizer_quant_state__": own})
         torch.save(states, path)
-    named = r"state1 \(uint8\)" if form == "plain" else r"__bnb_optimizer_quant_state__ \(a dict\)"
+    named = r"state1 \(uint8 of 1 dimensions\)" if form == "plain" else r"__bnb_optimizer_quant_state__ \(a dict\)"
     _refused_by_name(source, tmp_path, named)
+
+
+@pytest.fixture(scope="module")
+def torchs(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of FSDP2 with each of torch's optimizers, saved by torch as distributed checkpoints and as ranks' files."""
+
+    def save(folder: Path) -> list[str]:
+        made: list[str] = oracle.worlds.run("oracle.rank_optimizers:save", world=2, folder=str(folder))[0]
+        return made
+
+    return made_once(tmp_path_factory, "rank-optimizers", save)[0]
+
+
+_VERL: dict[str, Any] = {"rank_framework": "verl", "device_type": "cpu", "buffers": "none", "fsdp_version": 2}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_torchs_optimizers_go_from_fsdp_to_every_format(name: str, torchs: Path, tmp_path: Path) -> None:
+    """Every state, number and hyper-parameter is that of torch's own distributed checkpoint, bit for bit."""
+    for source in ("dcp", "ranks"):
+        for stage, to, options in (
+            ("", "dcp", {"framework": "state-dict"}),
+            ("2", "zero", {"dp": 3, "zero_stage": 2, "dtype": "fp32"}),
+            ("3", "zero", {"dp": 3, "zero_stage": 3, "dtype": "fp32"}),
+            ("", "universal", {}),
+            ("", "fsdp_ranks", {"dp": 3, **(_VERL if source == "dcp" else {})}),
+        ):
+            out = tmp_path / source / f"{to}{stage}" / "step3"
+            refusal = {"nadam": _NO_UNIVERSAL["nadam"]}.get(name) if to == "universal" else None
+            if name == "muon" and to in ("zero", "universal"):
+                refusal = "takes matrices alone, and ZeRO gives optimizers flat partitions"
+            if refusal is not None:
+                with pytest.raises(RequestError, match=refusal) as caught:
+                    reshard.convert(torchs / name / source, out, to=to, progress=False, **options)
+                assert caught.value.code == "request.unsatisfiable"
+                continue
+            reshard.convert(torchs / name / source, out, to=to, progress=False, **options)
+            found = reshard.diff(torchs / name / "dcp", out, progress=False).differences
+            assert [d for d in found if d.name != "counters and client state"] == [], (source, to)
+
+
+def test_preconditioners_in_deepspeeds_files_are_refused_by_name(trained: TrainedFactory, tmp_path: Path) -> None:
+    """Nothing says how a matrix of Shampoo's, or a list of SOAP's, is to be cut for another partition."""
+    for number, (name, value) in enumerate({"preconditioner": torch.eye(4), "GG": [torch.eye(3)]}.items()):
+        source = tmp_path / name
+        shutil.copytree(trained("z2_fp32").tag_dir, source)
+        for path in source.glob("*_optim_states.pt"):
+            states = torch.load(path, weights_only=False)
+            states["optimizer_state_dict"]["base_optimizer_state"]["state"][0][name] = value
+            torch.save(states, path)
+        _refused_by_name(source, tmp_path / f"{number}", rf"{name} \((float32 of 2 dimensions|a list)\)")

@@ -56,7 +56,7 @@ def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
     if checkpoint.optimizer.unread:
         raise RequestError(
             "request.unsatisfiable",
-            f"{what} holds plain optimizer states, and the source's are of classes of their own: "
+            f"{what} holds an element of each state for each of a parameter's, and the source's states are others: "
             f"{listed(checkpoint.optimizer.unread)}",
             fix="write the weights alone: --to safetensors; or go on with the source's own files on as many ranks"
             if facts_of(checkpoint).order
@@ -110,6 +110,23 @@ def is_muons(group: Mapping[str | int, Node]) -> bool:
     Source: deepspeed 0.19.8 `runtime/engine.py` (`_muon_param_groups`).
     """
     return group.get("use_muon") is True
+
+
+def refuse_torchs_muon(checkpoint: Checkpoint) -> None:
+    """Refuse states of `torch.optim.Muon` for ZeRO: it takes matrices alone, and ZeRO gives it flat partitions.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+
+    Source: torch 2.13.0 `optim/_muon.py` (`Muon.__init__`: "only supports 2D parameters", `_init_group`).
+    """
+    if any("ns_coefficients" in group.hyper_parameters for group in groups_of(checkpoint)):
+        raise RequestError(
+            "request.unsatisfiable",
+            "torch.optim.Muon takes matrices alone, and ZeRO gives optimizers flat partitions: no run of DeepSpeed at "
+            "ZeRO-1, 2 or 3 has it, and DeepSpeed's own Muon has other groups",
+            fix="--to dcp, or --to fsdp_ranks; or write the weights alone: --to safetensors",
+        )
 
 
 def muons_order(shapes: Iterable[tuple[str, tuple[int, ...]]], model_order: Sequence[str]) -> list[str]:

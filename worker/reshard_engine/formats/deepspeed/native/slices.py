@@ -46,9 +46,11 @@ from reshard_engine.formats.deepspeed.zero12 import (
 )
 from reshard_engine.pickles.nodes import (
     Node,
+    PList,
     PObject,
     PTensor,
     PTensorRef,
+    PTuple,
     is_mapping,
     kind_of,
     mapping_items,
@@ -82,7 +84,7 @@ class Slice:
     agreements: tuple[Agreement, ...] = ()
     """Copies of matrices that several data-parallel ranks keep whole."""
     unread: tuple[str, ...] = ()
-    """Names of quantized states, each with what it is: they have no element for each of the parameter's."""
+    """Names of states that have no element for each of the parameter's, such as quantized ones, each with its kind."""
 
     @property
     def model(self) -> ModelStates:
@@ -150,11 +152,11 @@ def add_slice(
 
 
 def _readable(states: Sequence[RankStates]) -> tuple[Sequence[RankStates], tuple[str, ...]]:
-    """The ranks' states without quantized ones, and the names of these.
+    """The ranks' states without those that have no element for each one of a partition, and the names of these.
 
-    torchao keeps `exp_avg` as a tensor made of codes, scales and a table. bitsandbytes keeps codes beside `absmax` and
-    `qmap`; 0.50 saves all of its tensors, whole ones too, in a dictionary. Each value is that of a block of a rank's
-    partition: no other partition has such a block.
+    Preconditioners are matrices, or lists of them. torchao keeps `exp_avg` as a tensor of codes, scales and a table.
+    bitsandbytes keeps codes beside `absmax` and `qmap`; 0.50 saves all of its tensors, whole ones too, in a dictionary.
+    A block of codes is one of a rank's partition: no other partition has such a block.
 
     Source: torchao 0.18.0 `optim/subclass_8bit.py`; bitsandbytes 0.50.2 `optim/optimizer.py` (`init_state`: `state1`,
     `absmax1`, `qmap1`; `state_dict`: `__bnb_optimizer_quant_state__`); verified by running.
@@ -163,11 +165,12 @@ def _readable(states: Sequence[RankStates]) -> tuple[Sequence[RankStates], tuple
     for held in (group for rank in states for group in rank.states):
         codes = any(_is_flat(v) and not BY_NAME[v.dtype].floating for v in held.values())
         for key, value in held.items():
-            made = made_of_tensors(value)
-            if made is not None or is_mapping(value):
-                kinds[key] = kind_of(value) if made is None else made.kind.dotted
-            elif codes and _is_flat(value):
-                kinds[key] = value.dtype
+            if (made := made_of_tensors(value)) is not None:
+                kinds[key] = made.kind.dotted
+            elif is_mapping(value) or isinstance(value, PList | PTuple):
+                kinds[key] = kind_of(value)
+            elif isinstance(value, PTensor) and (len(value.shape) > 1 or (codes and value.shape)):
+                kinds[key] = f"{value.dtype} of {len(value.shape)} dimensions"
     if not kinds:
         return states, ()
     kept = [replace(r, states=tuple({k: v for k, v in g.items() if k not in kinds} for g in r.states)) for r in states]

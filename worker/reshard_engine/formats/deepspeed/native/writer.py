@@ -52,6 +52,7 @@ from reshard_engine.formats.deepspeed.optimizer import (
     OTHER_PARTITIONS,
     Groups,
     random_states,
+    refuse_torchs_muon,
     require_optimizer,
     scale_warnings,
     scaler_attributes_left,
@@ -473,6 +474,8 @@ class ZeroWriter:
         parts = tuple(cutter.parts)
         whole = replace(checkpoint, shard_map=TargetLayout((), None, parts=parts).map_over(checkpoint.shard_map))
         groups = Groups(whole, states_to_write(checkpoint))
+        if target.stage:
+            refuse_torchs_muon(checkpoint)
         refuse_empty_groups(models, groups.count)
         state = relaid(model_states(checkpoint), target, rows)
         files = _Files(whole, target, groups, state, opaque=request.opaque)

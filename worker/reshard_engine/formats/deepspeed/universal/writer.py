@@ -49,6 +49,7 @@ from reshard_engine.formats.deepspeed.optimizer import (
     is_adam,
     is_muons,
     random_states,
+    refuse_torchs_muon,
     require_optimizer,
     states_by_group,
     states_to_write,
@@ -277,6 +278,7 @@ def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
                 fix="--to zero --dp N keeps it; or write the weights alone: --to safetensors",
             )
     states = states_to_write(checkpoint)
+    refuse_torchs_muon(checkpoint)
     if len(states) == 1 and is_adam(checkpoint):
         # Adam itself starts from zeros; DeepSpeed's stage-3 loader refuses atoms without moments.
         counted = any(p.scalars for p in checkpoint.trained)
