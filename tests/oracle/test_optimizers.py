@@ -120,6 +120,12 @@ def test_where_deepspeeds_universal_loader_takes_muon(
         resumed = oracle.resume_universal(MUON[name], tmp_path, tmp_path / name, **again)
         assert differences(run.truth, resumed.state, without=NOT_LOADED_BY_UNIVERSAL) == []
         assert resumed.losses == pytest.approx(run.losses_after, rel=1e-5)
+    bf16 = muon("bf16opt", oracle, tmp_path_factory)
+    convert(bf16.dir, tmp_path / "bf16" / bf16.tag, "universal")
+    again = {"world": 2, "tag": bf16.tag, "restore_from": bf16.truth}
+    resumed = oracle.resume_universal(bf16.case, tmp_path / "bf16", tmp_path / "again", **again)
+    assert differences(bf16.truth, resumed.state, without=NOT_LOADED_BY_UNIVERSAL) == []
+    assert resumed.losses == pytest.approx(bf16.losses_after, rel=2e-3)
     for name, error in (("z1_fp32", "RuntimeError: start"), ("z3_fp32", "FileNotFoundError")):
         with pytest.raises(WorldError, match=error):
             oracle.resume_universal(MUON[name], tmp_path, tmp_path / name / "no", world=2, tag=run.tag)
