@@ -149,8 +149,11 @@ def test_muon_by_way_of_other_formats(
         with pytest.raises(RequestError, match=r"at ZeRO-3 under zero\.Init in the model's order"):
             convert(tmp_path / "any" / run.tag, tmp_path / "no" / run.tag, "zero", layout=layout)
     reshard.convert(run.tag_dir, tmp_path / "dcp", to="dcp", framework="state-dict")
-    kept = reshard.diff(run.tag_dir, tmp_path / "dcp").differences
-    assert [d for d in kept if d.kind != "state"] == []
+    ranks: dict[str, Any] = {"dp": 2, "rank_framework": "accelerate", "device_type": "cpu", "fsdp_version": 2}
+    reshard.convert(run.tag_dir, tmp_path / "ranks", to="fsdp_ranks", **ranks)
+    for target in ("dcp", "ranks"):
+        kept = reshard.diff(run.tag_dir, tmp_path / target).differences
+        assert [d for d in kept if d.kind != "state" and d.name != "counters and client state"] == []
     # FSDP has no optimizer of DeepSpeed's, and DeepSpeed's has no groups of another's making.
     with pytest.raises(RequestError, match=r"different optimizer states|in the order of their shapes") as caught:
         convert(tmp_path / "dcp", tmp_path / "back" / run.tag, "zero", layout=layout, dtype="fp32")
@@ -352,3 +355,29 @@ def test_preconditioners_in_deepspeeds_files_are_refused_by_name(trained: Traine
             states["optimizer_state_dict"]["base_optimizer_state"]["state"][0][name] = value
             torch.save(states, path)
         _refused_by_name(source, tmp_path / f"{number}", rf"{name} \((float32 of 2 dimensions|a list)\)")
+
+
+_ODD: dict[str, Any] = {
+    "states of several shapes": torch.zeros(3),
+    r"exp_inf \(a list\)": [torch.eye(2)],
+    r"exp_inf \(a dict\)": {"state1": torch.zeros(4, dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize("named", _ODD)
+def test_odd_states_in_files_of_ranks_are_refused_by_name(named: str, torchs: Path, tmp_path: Path) -> None:
+    """A factored state, a list of matrices, and a dictionary of codes; the weights come out."""
+    source = tmp_path / "source"
+    shutil.copytree(torchs / "adamax" / "ranks", source)
+    for path in source.glob("optim_*"):
+        states = torch.load(path, weights_only=False)
+        for held in states["state"].values():
+            held["exp_inf"] = _ODD[named]
+        torch.save(states, path)
+    zero: dict[str, Any] = {"dp": 3, "zero_stage": 2, "dtype": "fp32"}
+    for to, options in (("zero", zero), ("dcp", {"framework": "state-dict"}), ("fsdp_ranks", {"dp": 3})):
+        with pytest.raises(SourceError, match=named) as caught:
+            reshard.convert(source, tmp_path / to / "step3", to=to, progress=False, **options)
+        assert caught.value.code == "checkpoint.ambiguous"
+        assert "the weights alone can be had: --to safetensors" in str(caught.value.fix)
+    reshard.convert(source, tmp_path / "weights", to="safetensors", progress=False)
