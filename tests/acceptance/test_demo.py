@@ -102,7 +102,7 @@ def test_the_losses_stay_and_the_servers_serve_until_they_are_stopped(tmp_path: 
         assert jobs.count("SUCCEEDED") == 2
         # Another demo does not take the directory from under this one.
         second = [sys.executable, str(DEMO / "run.py"), "--directory", str(demo.directory)]
-        refused = subprocess.run(second, capture_output=True, text=True, timeout=60)
+        refused = subprocess.run(second, capture_output=True, text=True, timeout=180)
         assert refused.returncode == 1
         assert f"process {demo.process.pid}" in refused.stdout
         ends_with_130(demo, signal.SIGINT, processes=3)  # the S3 server, the service, its executor

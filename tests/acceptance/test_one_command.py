@@ -40,7 +40,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, str
 
 
 def run(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RESHARD, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*RESHARD, *arguments], env=env, capture_output=True, text=True, timeout=180, check=False)
 
 
 @pytest.mark.parametrize(("to", "options"), [("universal", ()), ("safetensors", ("--dtype", "fp32"))])

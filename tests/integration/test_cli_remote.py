@@ -125,7 +125,7 @@ def test_timeouts_detach_and_cancel(shell: Shell) -> None:
     assert "re-attach: reshard jobs watch job_" in late.stderr
     with client_of(shell.url) as client:
         job = client.list(page_size=1).jobs[0]
-        wait_until(lambda: units_done(target), timeout_s=10)
+        wait_until(lambda: units_done(target), timeout_s=60)
         # Whoever runs the tests in the background may have told all of them to ignore it.
         argv = ["env", "--default-signal=INT", *RESHARD, "jobs", "watch", job.id]
         with subprocess.Popen(argv, env=shell.env(), stderr=subprocess.PIPE, text=True) as watching:

@@ -118,14 +118,12 @@ def test_jobs_end_and_every_observer_agrees(service: Service, worker: ServerProc
 def test_cancel_stops_a_running_job_and_removes_what_it_left(service: Service, worker: ServerProcess) -> None:
     # One engine that stops when asked, and one that does not listen.
     for name, script in (("polite", {}), ("deaf", {"deaf": 1})):
-        job = service.submit(name, units=400, unit_s=0.05, **script)
+        # The engine of either job would work for 200 s.
+        job = service.submit(name, units=4000, unit_s=0.05, **script)
         service.wait_for_units(name, 3)
-        began = time.monotonic()
         assert service.client.cancel(job.id).state is JobState.CANCELLING
-        ended = service.client.wait(job.id, timeout_s=10)
+        ended = service.client.wait(job.id, timeout_s=60)
         assert ended.state is JobState.CANCELLED
-        # The engine of either job would work for 20 s.
-        assert time.monotonic() - began < 15
         assert not service.target(name).exists()
         assert not journal_of(job.request).exists()
         assert runners_of(worker.pid) == []
@@ -133,12 +131,12 @@ def test_cancel_stops_a_running_job_and_removes_what_it_left(service: Service, w
         with pytest.raises(JobError, match=r"job\.cancelled"):
             service.client.result(job.id)
     # A job that nobody has begun.
-    blocker = service.submit("blocker", units=400, unit_s=0.05)
+    blocker = service.submit("blocker", units=4000, unit_s=0.05)
     service.wait_for_units("blocker", 1)
     queued = service.submit("queued")
     assert service.client.cancel(queued.id).state is JobState.CANCELLED
     service.client.cancel(blocker.id)
-    assert service.client.wait(blocker.id, timeout_s=10).state is JobState.CANCELLED
+    assert service.client.wait(blocker.id, timeout_s=60).state is JobState.CANCELLED
     assert units_done(service.target("queued")) == []
 
 
@@ -149,7 +147,7 @@ def test_a_killed_worker_costs_no_finished_unit(service: Service) -> None:
     victims = tree_of(first.pid)
     assert len(runners_of(first.pid)) == 1
     first.kill()
-    wait_until(lambda: not any(alive(victim) for victim in victims), timeout_s=3)
+    wait_until(lambda: not any(alive(victim) for victim in victims), timeout_s=30)
     killed_at = time.monotonic()
     with service.stack.worker():
         ended = service.client.wait(job.id, timeout_s=40)

@@ -78,7 +78,7 @@ def _killed_midway(command: list[str], parent: Path, number: int) -> int:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
     return process.returncode
 
 

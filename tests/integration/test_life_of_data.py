@@ -413,7 +413,7 @@ def test_gc_removes_what_is_due_and_says_so(
 
     def gc(*flags: str) -> dict[str, Any]:
         argv = [sys.executable, "-m", "reshard.cli.main", "gc", "--json", *flags]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -451,7 +451,7 @@ def test_programs_do_not_start_on_an_older_database(
     app = ("-m", "uvicorn", "reshard_service.app:create_app", "--factory", "--port", "0")
     for argv in (("-c", "from reshard_worker.launch import worker; worker()"), ("-m", "reshard_worker.embedded"), app):
         done = subprocess.run(
-            [sys.executable, *argv], env=stack.env(), cwd=tmp_path, capture_output=True, text=True, timeout=60
+            [sys.executable, *argv], env=stack.env(), cwd=tmp_path, capture_output=True, text=True, timeout=180
         )
         assert done.returncode != 0, argv
         said = done.stdout + done.stderr

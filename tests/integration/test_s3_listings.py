@@ -151,7 +151,7 @@ from reshard_engine.storage.locations import open_location
 open_location("s3://bucket/run")
 print(sorted({"s3fs", "aiobotocore", "aiohttp"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=True)
     assert done.stdout.strip() == "[]"
 
 

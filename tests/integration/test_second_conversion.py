@@ -91,7 +91,7 @@ def test_the_second_ends_at_its_start_and_writes_nothing(
             assert "error: request.target_busy: " in said
             assert files() == before
         first.send_signal(signal.SIGCONT)
-        assert first.wait(timeout=60) == 0
+        assert first.wait(timeout=180) == 0
     finally:
         first.kill()
         first.wait()

@@ -67,24 +67,24 @@ def test_jobs_run_and_the_end_is_clean(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, url), client_of(url) as client:
         # The real probe knows nothing of scripts; the job is put in beside the API.
         job_id = create_job(tmp_path, "out", units=4)
-        assert client.wait(job_id, timeout_s=20).state is JobState.SUCCEEDED
-        long = create_job(tmp_path, "long", units=400, unit_s=0.05)
-        wait_until(lambda: len(units_done(tmp_path / "long")) >= 2, timeout_s=10)
+        assert client.wait(job_id, timeout_s=60).state is JobState.SUCCEEDED
+        long = create_job(tmp_path, "long", units=4000, unit_s=0.05)
+        wait_until(lambda: len(units_done(tmp_path / "long")) >= 2, timeout_s=60)
         family = tree_of(process.pid)
         # The API, its probe that waits, the executor, and the engine of the job.
         assert len(family) == 4
         assert process.stop(signal.SIGTERM) == 0
-        assert gone(family, within_s=2)
+        assert gone(family, within_s=20)
     with serving(tmp_path) as (process, url), client_of(url) as client:
         job = client.get(long)
         assert job.state in {JobState.QUEUED, JobState.PLANNING, JobState.RUNNING}
         assert client.cancel(long).state is JobState.CANCELLING
-        assert client.wait(long, timeout_s=10).state is JobState.CANCELLED
-        again = create_job(tmp_path, "killed", units=400, unit_s=0.05)
-        wait_until(lambda: len(units_done(tmp_path / "killed")) >= 2, timeout_s=10)
+        assert client.wait(long, timeout_s=60).state is JobState.CANCELLED
+        again = create_job(tmp_path, "killed", units=4000, unit_s=0.05)
+        wait_until(lambda: len(units_done(tmp_path / "killed")) >= 2, timeout_s=60)
         family = tree_of(process.pid)
         process.kill()
-        assert gone(family[1:], within_s=8)
+        assert gone(family[1:], within_s=30)
         assert again
 
 
@@ -108,7 +108,7 @@ def create_job(directory: Path, name: str, **script: object) -> str:
 def test_strangers_are_not_let_in_by_default(tmp_path: Path, host: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RESHARD_")}
     argv = cli("serve", "--port", "0", "--host", host, "--data-dir", str(tmp_path / "data"))
-    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode != 0
     assert "RESHARD_TOKEN and RESHARD_ROOTS is not set" in ended.stderr
 
@@ -128,7 +128,7 @@ def test_a_token_that_can_be_guessed_is_refused_where_strangers_knock(tmp_path: 
     env = {name: value for name, value in os.environ.items() if not name.startswith("RESHARD_")}
     env |= {"RESHARD_TOKEN": token, "RESHARD_ROOTS": str(tmp_path)}
     argv = cli("serve", "--port", "0", "--host", "0.0.0.0", "--data-dir", str(tmp_path / "data"))
-    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode != 0
     assert f"RESHARD_TOKEN {why}" in ended.stderr
     fix = ended.stderr.partition("fix: ")[2].strip()
@@ -152,7 +152,7 @@ def test_loopback_takes_any_token_and_uvicorn_a_strong_one(tmp_path: Path, monke
 def test_a_worker_without_a_broker_says_so(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RESHARD_")}
     ended = subprocess.run(
-        cli("worker"), env=env, capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path
+        cli("worker"), env=env, capture_output=True, text=True, timeout=180, check=False, cwd=tmp_path
     )
     assert ended.returncode != 0
     assert "RESHARD_BROKER_URL is not set" in ended.stderr

@@ -225,11 +225,11 @@ def test_the_first_process_of_a_container_has_living_children(tmp_path: Path) ->
     inside = [unshare or "unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if unshare is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("this host allows no PID namespace")
-    child = subprocess.run([*inside, sys.executable, "-c", FIRST_PROCESS], capture_output=True, text=True, timeout=60)
+    child = subprocess.run([*inside, sys.executable, "-c", FIRST_PROCESS], capture_output=True, text=True, timeout=180)
     assert (child.returncode, child.stdout) == (0, "lives\n"), child.stderr
     # An orphan of which the first process is another program ends.
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)
     words = shlex.join([sys.executable, str(script)])
-    lost = subprocess.run([*inside, "sh", "-c", f"{words}; sleep 2"], capture_output=True, text=True, timeout=60)
+    lost = subprocess.run([*inside, "sh", "-c", f"{words}; sleep 2"], capture_output=True, text=True, timeout=180)
     assert (lost.returncode, lost.stdout) == (0, ""), lost.stderr

@@ -83,7 +83,7 @@ class Topology:
             words = [sys.executable, "-c", _PING, str(self.ports["redis"])]
         argv = ["sh", "-c", words[0]] if kind == "CMD-SHELL" else words
         env = self.environment(service)
-        return subprocess.run(argv, env=env, capture_output=True, timeout=60, check=False).returncode == 0
+        return subprocess.run(argv, env=env, capture_output=True, timeout=180, check=False).returncode == 0
 
 
 _PING = """

@@ -47,7 +47,7 @@ def with_status(environment: Path, status: int) -> list[str]:
 
 
 def test_without_a_terminal_each_phase_is_a_line(environment: Path) -> None:
-    done = subprocess.run(with_status(environment, 0), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(with_status(environment, 0), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0
     assert "\r" not in done.stdout
     assert [re.sub(r"^ +\d+ s  ", "", line) for line in done.stdout.splitlines()] == [
@@ -61,7 +61,7 @@ def test_without_a_terminal_each_phase_is_a_line(environment: Path) -> None:
 
 
 def test_what_pip_said_last_is_shown_when_it_fails(environment: Path) -> None:
-    done = subprocess.run(with_status(environment, 3), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(with_status(environment, 3), capture_output=True, text=True, timeout=180)
     assert done.returncode == 3
     assert done.stdout.endswith("ERROR: the end is near\n")
     assert f"the end of {environment / 'install.log'}" in done.stdout

@@ -161,7 +161,7 @@ def slim(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(program: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RESHARD_", "PYTHON"))}
-    return subprocess.run([str(program), *arguments], capture_output=True, text=True, cwd=cwd, env=env, timeout=60)
+    return subprocess.run([str(program), *arguments], capture_output=True, text=True, cwd=cwd, env=env, timeout=180)
 
 
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:

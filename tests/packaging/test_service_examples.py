@@ -35,7 +35,7 @@ def example(language: str, mark: str) -> str:
 def run(command: list[str], url: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "RESHARD_URL": url, "RESHARD_TOKEN": TOKEN, "PATH": path}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=180)
 
 
 def localised(code: str, directory: Path, url: str) -> str:

@@ -120,7 +120,7 @@ def test_a_client_needs_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_client_is_light() -> None:
     heavy = ["celery", "fastapi", "fsspec", "numpy", "sqlalchemy", "starlette", "torch", "typer"]
     script = f"import sys, reshard; reshard.Client; print([m for m in {heavy!r} if m in sys.modules])"
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=180)
     assert shown.stdout.strip() == "[]"
 
 
