@@ -147,6 +147,9 @@ def test_several_models_and_optimizers_are_chosen_by_the_user(tmp_path: Path) ->
 
     place = save_items(small_model(), tmp_path / "in", World((2,)), Items(), change=second)
     (question,) = read(place).undecided
+    assert question.question is Question.MODEL
+    assert "--model-key critic --optimizer-key optimizer_c" in question.fix
+    (question,) = read(place, model_key="model").undecided
     assert question.question is Question.OPTIMIZER
     assert "--optimizer-key optimizer_c" in question.fix
     found = read(place, model_key="critic", optimizer_key="optimizer_c")

@@ -1,20 +1,29 @@
-"""Optimizers as `Optimizer.state_dict()` saves them, and names of the parameters that they number.
+"""Optimizers as `Optimizer.state_dict()` saves them: names of the parameters that they number, and whose they are.
 
-Names are proven as far as the shapes of the states leave one way to give them.
+Names are proven as far as the shapes of the states leave one way to give them. Of several models an optimizer may be
+that of each one that has all of its parameters.
 
 Source: torch 2.13.0 `optim/optimizer.py` (`state_dict`).
 """
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from reshard.errors import SourceError
-from reshard_engine.pickles.nodes import Node, PList, PTuple, mapping_items
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.options import SourceChoices
+from reshard_engine.checkpoint import Question, Undecided
+from reshard_engine.formats.model_weights import plain_name
+from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, mapping_items
+from reshard_engine.pickles.rebuild import made_of_tensors
 
 Shape = tuple[int, ...]
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_NAMES = "param_names"
+"""The names that a group keeps if the optimizer was made of named parameters."""
 
 
 def entries_of(node: Node) -> dict[str | int, Node]:
@@ -94,3 +103,130 @@ def _matched(wanted: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[in
         found.append(at)
         at += 1
     return found
+
+
+# Which optimizer is which model's, where a save has several of them.
+
+
+def fits(optimizer: Node, shapes: Mapping[str, Shape]) -> bool:
+    """True if a model may have all parameters of an optimizer: their names, or as many tensors of their shapes.
+
+    Args:
+        optimizer: Its state dict.
+        shapes: The shapes of the model's tensors by name.
+    """
+    entries = entries_of(optimizer)
+    groups = [entries_of(group) for _, group in below(GROUPS, entries[GROUPS])]
+    names = [n for g in groups for key in (PARAMS, _NAMES) for _, n in below(key, g.get(key)) if isinstance(n, str)]
+    members = [m for g in groups for _, m in below(PARAMS, g.get(PARAMS))]
+    if names:
+        return {*map(plain_name, names)} <= {*map(plain_name, shapes)}
+    states = entries_of(entries[STATE])
+    held = Counter(shape for key in members if (shape := _shape_of(states.get(key))) is not None)
+    return len(members) <= len(shapes) and held <= Counter(shapes.values())
+
+
+def shape_of(node: Node) -> Shape | None:
+    """The shape of a tensor, of the whole one if it is sharded; None for any other value."""
+    if isinstance(node, PTensor):
+        return node.shape
+    made = made_of_tensors(node)
+    return None if made is None else made.shape
+
+
+def _shape_of(states: Node) -> Shape | None:
+    """The shape that all states of a parameter have; None if they have several, or none."""
+    shapes = {shape for node in entries_of(states).values() if (shape := shape_of(node))}
+    return next(iter(shapes)) if len(shapes) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The model to read and its optimizer, and what is left open."""
+
+    model: str
+    optimizer: str | None
+    undecided: tuple[Undecided, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """The models and optimizers of one save, by their keys."""
+
+    where: str
+    """The file or the directory, for messages."""
+    models: Mapping[str, Mapping[str, Shape]]
+    """The shapes of each model's tensors, the likely one first. There is at least one."""
+    optimizers: Mapping[str, Node]
+    usual: bool
+    """True if the first model has the key that a model usually has."""
+
+    def chosen(self, choices: SourceChoices) -> Pair:
+        """The pair to read: the only one that fits, or the user's choice.
+
+        Raises:
+            RequestError: `request.invalid` for keys that are not there.
+        """
+        said, trains = self._said(choices.model_key, "model"), self._said(choices.optimizer_key, "optimizer")
+        models = [m for m in self.models if said in (None, m)]
+        optimizers = [o for o in self.optimizers if trains in (None, o)]
+        fitting = [(m, o) for m in models for o in optimizers if self._fit(m, o)]
+        proven = list(dict.fromkeys(m for m, _ in fitting)) if self.usual or said or trains else []
+        possible = proven or models
+        first = possible[0]
+        own = [o for m, o in fitting if m == first]
+        if len(possible) > 1:
+            flags = self._flags(fitting or [(m, None) for m in models], choices)
+            text = f"{self.where} holds {len(self.models)} models{self._alike()}: {_said(self.models)}{self._whose()}"
+            return Pair(first, (own or [None])[0], (Undecided(Question.MODEL, text, flags),))
+        if not own:  # reading both together says what does not fit
+            own = optimizers if trains or len(self.models) == 1 else [o for o in optimizers if not self._of_another(o)]
+        if len(own) > 1:
+            text = f"{self.where} holds {len(self.optimizers)} optimizers: {_said(self.optimizers)}{self._whose()}"
+            flags = self._flags([(first, o) for o in own], choices)
+            return Pair(first, own[0], (Undecided(Question.OPTIMIZER, text, flags),))
+        return Pair(first, own[0] if own else None)
+
+    def _whose(self) -> str:
+        """An end of a message: the models that each optimizer fits; empty where there is one model."""
+        if len(self.models) == 1:
+            return ""
+        found = {o: [m for m in self.models if self._fit(m, o)] for o in self.optimizers}
+        said = (f"{printable(o)} fits {' and '.join(map(printable, m)) or 'none of them'}" for o, m in found.items())
+        return "".join(f"; {text}" for text in said)
+
+    def _said(self, key: str | None, what: str) -> str | None:
+        known = self.models if what == "model" else self.optimizers
+        if key is None or key in known:
+            return key
+        text = f"no {what} is called {printable(key)!r} in {self.where}; there is {_said(known) or 'none'}"
+        flags = [f"--{what}-key {printable(k)}" for k in known]
+        raise RequestError("request.invalid", text, fix=", or ".join(flags) or f"leave --{what}-key out")
+
+    def _fit(self, model: str, optimizer: str) -> bool:
+        return fits(self.optimizers[optimizer], self.models[model])
+
+    def _of_another(self, optimizer: str) -> bool:
+        return any(self._fit(model, optimizer) for model in self.models)
+
+    def _alike(self) -> str:
+        names = [{*map(plain_name, shapes)} for shapes in self.models.values()]
+        return " with the same names" if all(n == names[0] for n in names) else ""
+
+    def _flags(self, pairs: Sequence[tuple[str, str | None]], choices: SourceChoices) -> str:
+        """Flags to paste for each pair, without those that the user gave, and those that leave nothing to choose."""
+        found: dict[str, None] = {}
+        several = len({o for _, o in pairs}) > 1 and choices.optimizer_key is None
+        for model, optimizer in pairs:
+            flags = [f"--model-key {_quoted(model)}"] if len(self.models) > 1 and choices.model_key is None else []
+            flags += [f"--optimizer-key {_quoted(optimizer)}"] if several and optimizer is not None else []
+            found[" ".join(flags)] = None
+        return ", or ".join(found)
+
+
+def _said(keys: Iterable[str]) -> str:
+    return listed([printable(key) for key in keys])
+
+
+def _quoted(key: str) -> str:
+    return shlex.quote(printable(key))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from reshard.errors import SourceError, printable
+from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import NotCarried
+from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
@@ -29,7 +30,7 @@ META = "meta.pt"
 """Lightning's file beside the shards: all of its checkpoint but weights and optimizers."""
 FULL = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_([1-9]\d{0,3}))?\.bin")
 """Full files of a model and of its optimizer, each with its number."""
-OPTIMIZERS = "optimizer"
+_MODELS, OPTIMIZERS = "pytorch_model_fsdp", "optimizer"
 TRAINER_STATE = "trainer_state.json"
 """The Trainer's own state: counters and its log."""
 SCHEDULER = re.compile(r"scheduler(?:_\d{1,4})?\.(?:bin|pt)")
@@ -80,17 +81,23 @@ class TrainerFacts(FormatFacts):
     """Text files of a trainer, by name."""
     rank_states: tuple[Mapping[str, Node], ...] = ()
     """Random states by rank, by the keys of the framework that saved them. Other frameworks have no use for them."""
+    other_models: Mapping[str, Node] = field(default_factory=dict[str, Node])
+    """Models and optimizers of the same file that were not read, by their keys. A state dict has a place for them."""
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """The state that every format has, and a trainer's."""
         return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
 
     def own_state(self) -> Mapping[str | int, Node]:
-        """Text files of a trainer, and random states by rank."""
+        """Text files of a trainer, random states by rank, and models and optimizers that were not read."""
         own: dict[str | int, Node] = {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
         if self.rank_states:
             own[RANK_STATES] = PList([mapping_of({**states}) for states in self.rank_states])
-        return own
+        return {**own, **self.other_models}
+
+    def of_others(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """The keys of the models and optimizers that were not read."""
+        return tuple(self.other_models)
 
 
 def trainer_facts(checkpoint: Checkpoint) -> TrainerFacts:
@@ -132,6 +139,39 @@ def full_pair(names: Iterable[str]) -> bool:
     """
     found = {(m[1], int(m[2] or 0)) for m in map(FULL.fullmatch, names) if m is not None}
     return any((OPTIMIZERS, number) in found for kind, number in found if kind != OPTIMIZERS)
+
+
+def chosen_model(where: str, models: Sequence[str], optimizers: Sequence[str], choices: SourceChoices) -> str:
+    """The only model of Accelerate in a directory, or that of the user's choice: optimizer number i trains model i.
+
+    Args:
+        where: The directory, for messages.
+        models: What its files name models, such as `pytorch_model_fsdp_1`, by number.
+        optimizers: What they name optimizers.
+        choices: The user's choices.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous` for several models and no choice.
+        RequestError: `request.invalid` for a choice that is not there, and for an optimizer of another model.
+
+    Source: accelerate 1.15.0 `checkpointing.py`, `accelerator.py` (`save_state`).
+    """
+    trains = {m: m.replace(_MODELS, OPTIMIZERS) for m in models}
+    fix = ", or ".join(f"--model-key {m}" for m in models)
+    said, optimizer = choices.model_key, choices.optimizer_key
+    own = "".join(f"; {o} is that of {m}" for m, o in trains.items() if o in optimizers and len(models) > 1)
+    if optimizer is not None and (optimizer not in optimizers or trains.get(said or "", optimizer) != optimizer):
+        text = f"no optimizer{' of that model' if said else ''} is called {printable(optimizer)!r} here; there is "
+        raise RequestError("request.invalid", f"{text}{listed(optimizers) or 'none'}{own}", fix=fix)
+    if optimizer is not None and said is None:
+        said = next((m for m, o in trains.items() if o == optimizer), None)
+    if said is None and len(models) > 1:
+        raise SourceError("checkpoint.ambiguous", f"{where} holds {len(models)} models: {listed(models)}{own}", fix=fix)
+    chosen = models[0] if said is None else said
+    if chosen not in models:
+        text = f"no model is called {printable(chosen)!r} here; there is {listed(models)}"
+        raise RequestError("request.invalid", text, fix=fix)
+    return chosen
 
 
 def beside(

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from reshard.choices import MANIFEST, RankFramework
-from reshard.errors import RequestError, SourceError, counted, listed, printable
+from reshard.errors import SourceError, counted, listed, printable
+from reshard.options import SourceChoices
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.formats.dtensors import Mesh
-from reshard_engine.formats.trainer_files import FULL, TrainerFacts, full_pair
+from reshard_engine.formats.trainer_files import FULL, TrainerFacts, chosen_model, full_pair
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.storage.locations import Location, refuse_hub_link_elsewhere
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
@@ -145,13 +146,13 @@ def holds_rank_files(listing: Listing) -> bool:
     return any(p.fullmatch(n) for n in listing.by_name for p in (_VERL, _ACCELERATE, _LOCAL))
 
 
-def rank_set(location: Location, listing: Listing, model_key: str | None) -> RankSet:
+def rank_set(location: Location, listing: Listing, choices: SourceChoices) -> RankSet:
     """The files of a directory.
 
     Args:
         location: The directory.
         listing: Its children.
-        model_key: The user's choice among the models of Accelerate, such as `pytorch_model_fsdp_1`.
+        choices: The user's choice among the models of Accelerate, such as `pytorch_model_fsdp_1`.
 
     Raises:
         SourceError: `checkpoint.incomplete` if a rank's file is missing, `checkpoint.mixed` for files of several saves,
@@ -185,7 +186,7 @@ def rank_set(location: Location, listing: Listing, model_key: str | None) -> Ran
         )
     if verl:
         return _of_verl(location, listing, verl)
-    return _of_accelerate(location, listing, accelerate, model_key)
+    return _of_accelerate(location, listing, accelerate, choices)
 
 
 def _of_verl(location: Location, listing: Listing, found: Mapping[str, re.Match[str]]) -> RankSet:
@@ -239,7 +240,7 @@ def _config(infos: Mapping[str, ObjectInfo], location: Location) -> dict[str, An
 
 
 def _of_accelerate(
-    location: Location, listing: Listing, found: Mapping[str, re.Match[str]], model_key: str | None
+    location: Location, listing: Listing, found: Mapping[str, re.Match[str]], choices: SourceChoices
 ) -> RankSet:
     infos = listing.by_name
     by_place: dict[str, dict[int, str]] = {}
@@ -248,7 +249,8 @@ def _of_accelerate(
     models = sorted((p for p in by_place if p.startswith("pytorch_")), key=_number_of)
     if not models:
         raise _no_model(location, [*found])
-    chosen = _chosen(location, models, model_key)
+    optimizers = sorted((p for p in by_place if p not in models), key=_number_of)
+    chosen = chosen_model(printable(location.url), models, optimizers, choices)
     optimizer = f"optimizer_{_number_of(chosen)}"
     held = by_place.get(optimizer, {})
     world = 1 + max(*by_place[chosen], *held) if held else 1 + max(by_place[chosen])
@@ -257,24 +259,6 @@ def _of_accelerate(
     read = {*by_place[chosen].values(), *held.values()}
     number = _number_of(chosen)
     return RankSet(RankFramework.ACCELERATE, world, model, states, (), _others(listing, read), number)
-
-
-def _chosen(location: Location, models: Sequence[str], model_key: str | None) -> str:
-    """The only model, or the one that the user chose."""
-    if model_key is None and len(models) > 1:
-        raise SourceError(
-            "checkpoint.ambiguous",
-            f"{printable(location.url)} holds {len(models)} models: {listed(models)}",
-            fix=", or ".join(f"--model-key {m}" for m in models[:3]),
-        )
-    chosen = models[0] if model_key is None else model_key
-    if chosen not in models:
-        raise RequestError(
-            "request.invalid",
-            f"no model is called {printable(chosen)!r} here; there is {listed(models)}",
-            fix=", or ".join(f"--model-key {m}" for m in models[:3]),
-        )
-    return chosen
 
 
 def _number_of(place: str) -> int:

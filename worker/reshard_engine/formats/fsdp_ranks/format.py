@@ -81,8 +81,10 @@ class RankFilesReader:
             SourceError: `checkpoint.*`, `pickle.*`, `zip.*`, `tensor.*`, `source.unsupported`, `name.invalid`.
             RequestError: `request.invalid` for choices that the source does not leave.
         """
-        found, choices = rank_set(location, listing, options.choices.model_key), options.choices
-        followed = ["param_order", "buffers", *(["model_key"] if found.framework is RankFramework.ACCELERATE else [])]
+        choices = options.choices
+        found = rank_set(location, listing, choices)
+        keys = ["model_key", "optimizer_key"] if found.framework is RankFramework.ACCELERATE else []
+        followed = ["param_order", "buffers", *keys]
         text = f"{printable(location.url)} holds one model, its optimizer and its scheduler"
         refuse_choices(choices.model_copy(update=dict.fromkeys(followed)), text)
         return _Assembly(found, options).checkpoint(location.url)

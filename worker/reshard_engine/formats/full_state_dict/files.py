@@ -15,7 +15,8 @@ optimizer number i is of model number i); transformers 5.23.0 `trainer.py` (`_sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -26,8 +27,8 @@ from reshard_engine.checkpoint import Question, Undecided
 from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file, place_of
 from reshard_engine.formats.carried import OF_ANOTHER, named
-from reshard_engine.formats.model_weights import SHARDED_NAMES, plain_name
-from reshard_engine.formats.numbered import below, entries_of, is_optimizer
+from reshard_engine.formats.model_weights import SHARDED_NAMES
+from reshard_engine.formats.numbered import Several, below, entries_of, is_optimizer, shape_of
 from reshard_engine.formats.trainer_files import (
     ARGUMENTS,
     FULL,
@@ -35,6 +36,7 @@ from reshard_engine.formats.trainer_files import (
     OPTIMIZERS,
     TRAINER_STATE,
     beside,
+    chosen_model,
     is_companion,
     is_scheduler,
     read_companions,
@@ -133,6 +135,8 @@ class Opened:
     optimizer: InFile | None = None
     optimizers: int = 0
     """Number of optimizers in the files."""
+    of_others: dict[str, InFile] = field(default_factory=dict[str, InFile])
+    """Models and optimizers of the file that are not read, by their keys."""
     schedulers: dict[str, InFile] = field(default_factory=dict[str, InFile])
     client_state: dict[str | int, InFile] = field(default_factory=dict[str | int, InFile])
     rng: list[InFile] = field(default_factory=list[InFile])
@@ -147,6 +151,7 @@ class Opened:
     def torch_files(self) -> list[TorchFile]:
         """The parsed files of all values that may be carried."""
         held = [*self.extra_states.values(), *self.schedulers.values(), *self.client_state.values(), *self.rng]
+        held += self.of_others.values()
         held += [] if self.optimizer is None else [self.optimizer]
         return [*{v.parsed.file: v.parsed for v in held}.values()]
 
@@ -228,8 +233,8 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
     """What one file of `torch.save` holds.
 
     Raises:
-        SourceError: `source.unknown_kind` for a file without a model, `checkpoint.ambiguous` for models under other
-            keys than the usual ones, `source.unsupported` for a rank's file of Megatron-LM.
+        SourceError: `source.unknown_kind` for a file without a model, `checkpoint.ambiguous` for a model under another
+            key than the usual ones, `source.unsupported` for a rank's file of Megatron-LM.
         RequestError: `request.invalid` for keys that are not there.
     """
     parsed = open_torch_file(file, ledger)
@@ -251,10 +256,16 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
     sections = _Sections.of(root)
     lightning = _LIGHTNING in root
     found = Opened("full-lightning" if lightning else "full-torch", {}, [parsed.file], by_model=lightning)
-    model = _chosen_model(sections, choices.model_key, found, name)
-    _add_model(found, sections.models[model], parsed, f"{name}: {printable(model)}")
-    found.not_carried += named((k for k in sections.models if k != model), OF_ANOTHER)
-    _choose_optimizer(sections, choices.optimizer_key, found, parsed)
+    chosen = _several(sections, choices.model_key, name).chosen(choices)
+    _add_model(found, sections.models[chosen.model], parsed, f"{name}: {printable(chosen.model)}")
+    found.undecided += chosen.undecided
+    found.optimizers = len(sections.optimizers)
+    unread = any(u.question is Question.OPTIMIZER for u in chosen.undecided)
+    if chosen.optimizer is not None and not unread:
+        found.optimizer = InFile(sections.optimizers[chosen.optimizer], parsed, chosen.optimizer)
+    read = {chosen.model, None if unread else chosen.optimizer}
+    rest = {**sections.models, **sections.optimizers}
+    found.of_others = {key: InFile(node, parsed, key) for key, node in rest.items() if key not in read}
     found.schedulers = {key: InFile(node, parsed, key) for key, node in sections.schedulers.items()}
     found.client_state = {key: InFile(node, parsed, str(key)) for key, node in sections.rest.items()}
     steps = root.get(_STEP)
@@ -303,52 +314,29 @@ def _is_model(node: Node) -> bool:
     return floats and all(isinstance(k, str) and (k in tensors or is_extra_state(k)) for k in items)
 
 
-def _chosen_model(sections: _Sections, asked: str | None, found: Opened, name: str) -> str:
-    """The key of the model: the only usual one, or the user's choice."""
+def _several(sections: _Sections, asked: str | None, name: str) -> Several:
+    """The models and optimizers of a file, of which one pair is to be read.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous` for a model under another key than the usual ones, which is the only one;
+            `source.unknown_kind` if there is none.
+    """
     models = sections.models
-    flags = [f"--model-key {printable(key)}" for key in models]
-    if asked is not None:
-        if asked not in models:
-            text = f"no model is called {printable(asked)!r} in {name}; there is {listed(list(models)) or 'none'}"
-            raise RequestError("request.invalid", text, fix=", or ".join(flags[:3]) or "leave --model-key out")
-        return asked
-    usual = [key for key in _MODELS if key in models]
-    if not usual and models:
-        text = f"{name} holds no `model`, and {listed(list(map(printable, models)))} may be it"
-        raise SourceError("checkpoint.ambiguous", text, fix=", or ".join(flags[:3]))
-    if not usual:
+    if not models:
         rest = [printable(str(k)) for k in (*sections.optimizers, *sections.schedulers, *sections.rest)]
         text = f"{name} has the keys {listed(rest) or 'none'}, and no state dict of a model is among them"
         fix = f"{_DIRECTORY}, or a file that holds the model, too"
         raise SourceError("source.unknown_kind", text, fix=fix)
-    first = {plain_name(str(k)) for k in mapping_items(models[usual[0]], what=usual[0])}
-    like = [k for k in models if k in usual or first & {*map(plain_name, _names(models[k]))}]
-    if len(like) > 1:
-        text = f"{name} holds {len(like)} models with the same names: {listed(list(map(printable, like)))}"
-        fix = ", or ".join(f"--model-key {printable(key)}" for key in like[:3])
-        found.undecided.append(Undecided(Question.MODEL, text, fix))
-    return usual[0]
-
-
-def _names(model: Node) -> list[str]:
-    return [str(key) for key in mapping_items(model, what="a state dict")]
-
-
-def _choose_optimizer(sections: _Sections, asked: str | None, found: Opened, parsed: TorchFile) -> None:
-    optimizers, found.optimizers = sections.optimizers, len(sections.optimizers)
-    flags = [f"--optimizer-key {printable(key)}" for key in optimizers]
-    if asked is not None and asked not in optimizers:
-        said = listed(list(map(printable, optimizers))) or "none"
-        text = f"no optimizer is called {printable(asked)!r} in {printable(parsed.file.name)}; there is {said}"
-        raise RequestError("request.invalid", text, fix=", or ".join(flags[:3]) or "leave --optimizer-key out")
-    if len(optimizers) > 1 and asked is None:
-        text = f"{printable(parsed.file.name)} holds {len(optimizers)} optimizers: {listed(list(optimizers))}"
-        found.undecided.append(Undecided(Question.OPTIMIZER, text, ", or ".join(flags[:3])))
-        found.not_carried += named(optimizers, OF_ANOTHER)
-    elif optimizers:
-        key = asked or next(iter(optimizers))
-        found.optimizer = InFile(optimizers[key], parsed, key)
-        found.not_carried += named((k for k in optimizers if k != key), OF_ANOTHER)
+    usual = [key for key in _MODELS if key in models]
+    if not usual and len(models) == 1 and asked is None:
+        (only,) = map(printable, models)
+        text = f"{name} holds no `model`, and {only} may be it"
+        raise SourceError("checkpoint.ambiguous", text, fix=f"--model-key {shlex.quote(only)}")
+    shapes = {
+        key: {str(n): shape for n, t in entries_of(models[key]).items() if (shape := shape_of(t)) is not None}
+        for key in (*usual, *(k for k in models if k not in usual))
+    }
+    return Several(name, shapes, sections.optimizers, bool(usual))
 
 
 def _refuse_keys(choices: SourceChoices, names: set[str], why: str) -> None:
@@ -381,7 +369,8 @@ def open_pair(location: Location, listing: Listing, ledger: OpaqueLedger, choice
     infos = listing.by_name
     held = {(m[1], int(m[2] or 0)): n for n in infos if (m := FULL.fullmatch(n)) is not None}
     models = {name.removesuffix(".bin"): number for (kind, number), name in held.items() if kind != OPTIMIZERS}
-    chosen = _chosen_of_several(location, sorted(models, key=lambda name: models[name]), choices.model_key)
+    optimizers = [name.removesuffix(".bin") for (kind, _), name in sorted(held.items()) if kind == OPTIMIZERS]
+    chosen = chosen_model(printable(location.url), sorted(models, key=models.__getitem__), optimizers, choices)
     optimizer = held.get((OPTIMIZERS, models[chosen]))
     names = [f"{chosen}.bin", *([] if optimizer is None else [optimizer])]
     known = OpaqueLedger(ledger.policy, ledger.foreign, SHARDED_NAMES)
@@ -397,19 +386,6 @@ def open_pair(location: Location, listing: Listing, ledger: OpaqueLedger, choice
     reasons |= {n: _BESIDE_MODEL for n in infos if n.startswith(("model", "adapter_model")) and ".safetensors" in n}
     _add_companions(found, location, listing, ledger, reasons, read={*names})
     return found
-
-
-def _chosen_of_several(location: Location, models: Sequence[str], model_key: str | None) -> str:
-    """The only model, or the one that the user chose."""
-    fix = ", or ".join(f"--model-key {m}" for m in models[:3])
-    if model_key is None and len(models) > 1:
-        text = f"{printable(location.url)} holds {len(models)} models: {listed(models)}"
-        raise SourceError("checkpoint.ambiguous", text, fix=fix)
-    chosen = models[0] if model_key is None else model_key
-    if chosen not in models:
-        text = f"no model is called {printable(chosen)!r} here; there is {listed(models)}"
-        raise RequestError("request.invalid", text, fix=fix)
-    return chosen
 
 
 def open_weights_with_optimizer(

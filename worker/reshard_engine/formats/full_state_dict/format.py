@@ -8,6 +8,7 @@ Source: as in `files` and `optimizer`; torch 2.13.0 `nn/modules/module.py` (`sta
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -46,6 +47,7 @@ from reshard_engine.formats.full_state_dict.optimizer import (
     unread_optimizer,
 )
 from reshard_engine.formats.model_weights import checked_name, compiled_names, plain_names
+from reshard_engine.formats.numbered import is_optimizer
 from reshard_engine.formats.trainer_files import TrainerFacts, full_pair
 from reshard_engine.pickles.nodes import Node, mapping_items, mapping_of
 from reshard_engine.storage.locations import Location
@@ -125,6 +127,16 @@ class FullStateDict(Format):
     of_training = True
     takes_choices = True
 
+    def cautions(self, checkpoint: Checkpoint) -> list[str]:
+        """A word on the models and optimizers that were not read."""
+        if not isinstance(checkpoint.facts, TrainerFacts) or not (others := [*checkpoint.facts.other_models]):
+            return []
+        which = [key for key in others if is_optimizer(checkpoint.facts.other_models[key])]
+        models = [key for key in others if key not in which]
+        flags = [f"--model-key {shlex.quote(printable(k))}" for k in models]
+        flags += [f"--optimizer-key {shlex.quote(printable(k))}" for k in which]
+        return [f"it also holds {listed(others)}, not of the model that was read: {', '.join(flags)} reads them"]
+
 
 # The checkpoint of everything that was opened.
 
@@ -176,6 +188,7 @@ class _Assembly:
             {str(k): v for k, v in mapping_items(self._carried(value), what=value.what).items()} for value in opened.rng
         )
         client_state = {key: self._carried(value) for key, value in opened.client_state.items()}
+        others = {key: self._carried(value) for key, value in opened.of_others.items()}
         extra_states = {checked_name(name): self._carried(value) for name, value in opened.extra_states.items()}
         longer = {short: name for name, short in plain.items() if name != short}
         unread = "" if optimizer is None else optimizer.unread
@@ -206,7 +219,7 @@ class _Assembly:
             module_names=tuple(plain.values()) if opened.ordered else (),
             extra_states=extra_states,
             not_carried=(*named(opened.others, UNKNOWN), *opened.not_carried),
-            facts=TrainerFacts(rank_states=rng, texts=opened.texts),
+            facts=TrainerFacts(rank_states=rng, texts=opened.texts, other_models=others),
             undecided=(
                 *opened.undecided,
                 *(() if optimizer is None else optimizer.undecided),

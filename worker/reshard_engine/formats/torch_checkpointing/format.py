@@ -28,6 +28,7 @@ from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
 from reshard_engine.formats.dtensors import WHOLE, Held, Part, RankFile, placed
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
+from reshard_engine.formats.numbered import Several, shape_of
 from reshard_engine.formats.rank_optimizer import PARAMS, RankStates, ReadOptimizer, read_optimizer, states_of_rank
 from reshard_engine.formats.rank_states import ModelOfRanks, RankModel, RankState, RankTensors, model_of_rank
 from reshard_engine.formats.torch_checkpointing.files import (
@@ -203,8 +204,7 @@ class _Assembly:
         # Sharded tensors become numbers, so that nothing names their classes.
         self._ledger = OpaqueLedger(options.ledger.policy, options.ledger.foreign, SHARDED_NAMES)
         self._first = {key: self._value(item.files[0], item.kind) for key, item in found.items.items()}
-        self._model_item = self._chosen_model()
-        self._optimizer_item, self._optimizer_open = self._chosen_optimizer()
+        self._model_item, self._optimizer_item, self._open = self._chosen()
         self._files: list[SourceFile] = []
         names = [f.name for item in self._read_items() for f in item.files]
         self._tensors = RankTensors(names)
@@ -238,51 +238,51 @@ class _Assembly:
 
     # Which item is what.
 
-    def _chosen_model(self) -> Item:
-        said, items = self._options.choices.model_key, self._found.items
-        held = [
+    def _chosen(self) -> tuple[Item, Item | None, tuple[Undecided, ...]]:
+        """The model's item, the optimizer's, and what is open until the user says which ones are read."""
+        items, choices = self._found.items, self._options.choices
+        likely = [
             key
             for key, value in self._first.items()
             if key == MODEL or items[key].kind == SAFETENSORS or _is_state_dict(value.node, printable(key))
         ]
-        if said is not None:
-            return self._said(said, held, "model", "--model-key")
-        if MODEL in held:
-            return items[MODEL]
-        if len(held) != 1:
-            code = "checkpoint.ambiguous" if held else "checkpoint.incomplete"
-            text = (
-                f"several items could be the model: {listed(held)}" if held else "no item is the state dict of a model"
-            )
-            fix = ", or ".join(f"--model-key {key}" for key in held[:3])
-            fix = fix or f"name the item: --model-key KEY; there is {listed([*items])}"
-            raise SourceError(code, f"{printable(self._url)}: {text}", fix=fix)
-        return items[held[0]]
+        optimizers = {k: v.node for k, v in self._first.items() if _is_optimizer(v.node, printable(k))}
+        self._require(choices.model_key, likely, "--model-key")
+        self._require(choices.optimizer_key, [*optimizers], "--optimizer-key")
+        said = [] if choices.model_key is None else [choices.model_key]
+        models = sorted({*likely, *said}, key=lambda key: (key != MODEL, key))
+        if not models:
+            text = f"{printable(self._url)}: no item is the state dict of a model"
+            fix = f"name the item: --model-key KEY; there is {listed([*items])}"
+            raise SourceError("checkpoint.incomplete", text, fix=fix)
+        usual = MODEL in models or len(models) == 1
+        several = Several(printable(self._url), {k: self._shapes_of(k) for k in models}, optimizers, usual)
+        if (odd := choices.optimizer_key) is not None and odd not in optimizers:  # reading it says what it lacks
+            pair = several.chosen(choices.model_copy(update={"optimizer_key": None}))
+            return items[pair.model], items[odd], pair.undecided
+        pair = several.chosen(choices)
+        if not optimizers and OPTIMIZER in items:
+            text = f"the item {OPTIMIZER} is {kind_of(self._first[OPTIMIZER].node)} without `{STATE}` and `{GROUPS}`"
+            fix = "save optimizer.state_dict(), or the weights alone can be had: --to safetensors"
+            return items[pair.model], None, (*pair.undecided, Undecided(Question.OPTIMIZER, text, fix))
+        return items[pair.model], None if pair.optimizer is None else items[pair.optimizer], pair.undecided
 
-    def _said(self, said: str, held: Sequence[str], what: str, flag: str) -> Item:
-        if said not in self._found.items:
+    def _require(self, said: str | None, held: Sequence[str], flag: str) -> None:
+        if said is not None and said not in self._found.items:
             raise RequestError(
                 "request.invalid",
                 f"the source has no item {printable(said)!r}; there is {listed([*self._found.items])}",
-                fix=", or ".join(f"{flag} {key}" for key in held[:3]) or f"leave {flag} out",
+                fix=", or ".join(f"{flag} {key}" for key in held) or f"leave {flag} out",
             )
-        return self._found.items[said]
 
-    def _chosen_optimizer(self) -> tuple[Item | None, tuple[Undecided, ...]]:
-        """The optimizer's item; several are open until the user says which one is read."""
-        said, items = self._options.choices.optimizer_key, self._found.items
-        held = [key for key, value in self._first.items() if _is_optimizer(value.node, printable(key))]
-        if said is not None:
-            return self._said(said, held, "optimizer", "--optimizer-key"), ()
-        if len(held) > 1:
-            fix = ", or ".join(f"--optimizer-key {key}" for key in held[:3])
-            text = f"it has {len(held)} optimizers, and nothing tells which is the model's: {listed(held)}"
-            return items[OPTIMIZER if OPTIMIZER in held else held[0]], (Undecided(Question.OPTIMIZER, text, fix),)
-        if not held and OPTIMIZER in items:
-            text = f"the item {OPTIMIZER} is {kind_of(self._first[OPTIMIZER].node)} without `{STATE}` and `{GROUPS}`"
-            fix = "save optimizer.state_dict(), or the weights alone can be had: --to safetensors"
-            return None, (Undecided(Question.OPTIMIZER, text, fix),)
-        return (items[held[0]] if held else None), ()
+    def _shapes_of(self, key: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the whole tensors of an item, by name."""
+        item = self._found.items[key]
+        if item.kind != TORCH and item.metadata is not None:
+            return {str(path[-1]): specs.each[0].shape for path, specs in item.metadata.specs.items()}
+        node = self._first[key].node
+        held = mapping_items(node, what=printable(key)).items() if is_mapping(node) else ()
+        return {str(name): shape for name, value in held if (shape := shape_of(value)) is not None}
 
     # The model.
 
@@ -383,7 +383,7 @@ class _Assembly:
         longer = {short: name for name, short in plain.items() if name != short}
         ordered = self._model_item.kind == TORCH  # safetensors sorts names
         beside = [NotCarried(path=printable(n), file=printable(n), reason=r) for n, r in self._found.others.items()]
-        said = "" if not self._optimizer_open or self._optimizer_item is not None else self._optimizer_open[0].text
+        lacks = [u.text for u in self._open if u.question is Question.OPTIMIZER and self._optimizer_item is None]
         return Checkpoint(
             url=self._url,
             tag=self._options.tag,
@@ -408,7 +408,7 @@ class _Assembly:
             not_carried=(*state.not_carried, *named(model.others, UNKNOWN), *beside),
             facts=ItemFacts(saved=self._saved([*state.schedulers]), rank_items=state.rank_items),
             undecided=(
-                *self._optimizer_open,
+                *self._open,
                 *(() if optimizer is None else optimizer.undecided),
                 *kinds.undecided,
                 *undecided,
@@ -416,7 +416,7 @@ class _Assembly:
             assumed=(*(() if optimizer is None else optimizer.assumed), *kinds.assumed),
             unproven=frozenset(kinds.unproven),
             copies={plain[a]: self._state.weights[a] for a in self._state.ties.by_value},
-            no_optimizer=said if optimizer is None else optimizer.unread,
+            no_optimizer=(lacks or [""])[-1] if optimizer is None else optimizer.unread,
             frozen_left_out=optimizer is not None and optimizer.adapter_alone,
         )
 

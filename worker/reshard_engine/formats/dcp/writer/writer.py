@@ -447,7 +447,7 @@ def _beside(target: _Target) -> Iterator[tuple[KeyPath, Node]]:
     for number, node in _schedulers(target).items():
         default = (*target.home, "lr_scheduler" if not number else f"lr_scheduler_{number}")
         yield paths[number] if number < len(paths) else default, node
-    state = dict(checkpoint.client_state)
+    state = {**trainer_facts(checkpoint).other_models, **checkpoint.client_state}
     counted = checkpoint.counters.steps is not None or checkpoint.counters.tokens is not None
     if target.framework is Framework.TORCHTITAN and (counted or not target.own) and "train_state" not in state:
         state["train_state"] = mapping_of({
@@ -512,6 +512,8 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
     if facts is None:
         written = {RANK_STATES} if rank_states(checkpoint, target.framework) else set[str]()
         written |= {TRAINER_STATE} if target.framework is Framework.TRAINER else set[str]()
+        in_folders = target.framework in (*_IN_FOLDERS, Framework.LIGHTNING)
+        written |= set[str]() if in_folders else {*trainer_facts(checkpoint).other_models}
         others_own = carried.of_the_format(checkpoint, "only the source's framework has it")
         yield from (one for one in others_own if one.path not in written)
     for one in (checkpoint, *target.others) if target.request.exclude_frozen else ():
