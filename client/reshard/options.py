@@ -101,6 +101,21 @@ class SourceChoices(RequestModel):
     """Names of the tensors that are buffers, where the files do not tell them from frozen parameters, separated by
     commas; `*` stands for any text. `none`: all are parameters."""
 
+    rank_files: Annotated[
+        str | None,
+        Option(
+            "Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}` "
+            "the name of what each file holds.",
+            Section.SOURCE,
+            7,
+            metavar="PATTERN",
+            label="Names of the ranks' files",
+        ),
+    ] = Field(default=None, min_length=1, max_length=255, exclude_if=_is_none)
+    """Names of the files of FSDP's ranks in the source's directory, where a script chose them. `{rank}` stands for the
+    number of the rank; `*` for any text, which all files of the save have alike; `{item}` for the name of what a file
+    holds, where model and optimizer are in files of their own: `{item}_{rank}.pt`. All else is meant as it is."""
+
     def given(self) -> dict[str, Any]:
         """The choices that were made, by their names."""
         names = SourceChoices.model_fields
@@ -123,7 +138,7 @@ class SourceSpec(SourceChoices):
     ] = Field(default=None, max_length=512)
     profile: Annotated[
         str | None,
-        Option("Storage profile (see RESHARD_PROFILES).", Section.SOURCE, 7, metavar="NAME", label="Storage profile"),
+        Option("Storage profile (see RESHARD_PROFILES).", Section.SOURCE, 8, metavar="NAME", label="Storage profile"),
     ] = Field(default=None, max_length=128)
     """Name of a storage profile that the operator configured. Requests never contain credentials."""
 
@@ -379,7 +394,7 @@ class DeepSpeedOptions(NativeLayout):
         Option(
             "Rules (YAML) for a tensor-parallel SRC that does not say how it is cut.",
             Section.SOURCE,
-            8,
+            9,
             metavar="FILE",
             parse=read_rules,
             takes=Path,
@@ -393,7 +408,7 @@ class DeepSpeedOptions(NativeLayout):
         Option(
             "Built-in set of rules: gpt-megatron, llama-megatron, bloom.",
             Section.SOURCE,
-            9,
+            10,
             metavar="NAME",
             label="Family of cut rules",
             ensure="",
@@ -527,7 +542,7 @@ class PeftOptions(FormatOptions):
         Option(
             "Weights of the base model, if SRC was saved without frozen parameters.",
             Section.SOURCE,
-            10,
+            11,
             metavar="DIR",
             label="Base model",
         ),

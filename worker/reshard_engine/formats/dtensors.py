@@ -25,7 +25,7 @@ from itertools import pairwise
 from math import prod
 
 from reshard.errors import RequestError, SourceError, counted, listed, printable
-from reshard_engine.containers.torch_file import TorchFile, place_of
+from reshard_engine.containers.torch_file import TorchFile, place_of, walk
 from reshard_engine.formats.model_weights import DTENSORS, SHARDED_TENSOR
 from reshard_engine.pickles.nodes import (
     Global,
@@ -50,6 +50,7 @@ Shape = tuple[int, ...]
 _MOST = 1 << 62
 _MOST_RANKS = 1 << 20
 _MESH_TYPES = {"int32": "i", "int64": "q"}
+_ANY = "a sharded tensor"
 _COPY_AGAIN = "copy the files of this rank again from where they were written"
 
 _SPEC = "torch.distributed.tensor._dtensor_spec"
@@ -275,6 +276,27 @@ class RankFile:
         begins = stride is None and record.offset == at
         known = (record.length_bytes, record.crc32) if begins and record.crc32 is not None else None
         return Part(offsets, tensor.shape, at, stride, place_of(tensor), record.crc32 if whole else None, known)
+
+    def ranks_said(self) -> int | None:
+        """The number of ranks that the file's first sharded tensor names; None if none is sharded.
+
+        Raises:
+            SourceError: `checkpoint.malformed`.
+        """
+        for node in walk(self.parsed.root):
+            made = made_of_tensors(node) if isinstance(node, PObject) else None
+            if made is None or not isinstance(node, PObject):
+                continue
+            if made.kind.dotted == SHARDED_TENSOR:
+                state = self._items(node.args.items[3], _ANY)
+                world = _attributes_of(state[2]).get("global_world_size") if len(state) == 5 else None
+                return world if type(world) is int and 0 < world <= _MOST_RANKS else None
+            if made.kind.dotted in DTENSORS:
+                spec = _attributes_of(_attributes(node.args.items[3]).get("_spec"))
+                mesh = _attributes_of(spec.get("mesh"))
+                ranks = self._rank_map(mesh, _ANY) if "_rank_map" in mesh else self._numbers(mesh.get("mesh"), _ANY)
+                return 1 + max(ranks)
+        return None
 
     # DTensors.
 

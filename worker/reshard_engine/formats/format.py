@@ -136,6 +136,8 @@ class Format:
     """The readers of this format, in the order in which they are asked whether they recognise a directory."""
     file_readers: ClassVar[tuple[Reader, ...]] = ()
     """The readers of one file that a user names, or of the only such file of a directory. They recognise its name."""
+    named_reader: ClassVar[Reader | None] = None
+    """The reader of files whose names the user says (`SourceChoices.rank_files`); it need not recognise any."""
     of_training: ClassVar[bool] = False
     """True if a directory of this format holds a training state. Weights beside it are then taken for a copy."""
     files: ClassVar[KnownFiles] = KnownFiles()
@@ -149,6 +151,14 @@ class Format:
     """True if the readers of this format follow `ReadOptions.choices`."""
     whole_models: ClassVar[bool] = False
     """True if targets of this format should contain the whole model."""
+
+    def holds_shards(self, listing: Listing) -> bool:
+        """True for files of ranks, each of which looks like weights of its own."""
+        return False
+
+    def names_to_say(self, listing: Listing) -> str:
+        """Flags by which a user may say that files are of this format, whose names it does not know; empty for none."""
+        return ""
 
     def writer(self, target: str) -> Writer:
         """The writer of one of `targets`. It is imported here, so that a command does not wait for the other writers.

@@ -11,14 +11,18 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.choices import NO_SCHEDULER
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Question, Undecided
 from reshard_engine.formats.model_weights import plain_name
+from reshard_engine.formats.trainer_files import is_scheduler
 from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, mapping_items
 from reshard_engine.pickles.rebuild import made_of_tensors
+from reshard_engine.pickles.trees import is_extra_state
+from reshard_engine.tensors.dtypes import BY_NAME
 
 Shape = tuple[int, ...]
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -103,6 +107,78 @@ def _matched(wanted: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[in
         found.append(at)
         at += 1
     return found
+
+
+# The entries of a file that a script saved, by what they are.
+
+
+def is_model(node: Node) -> bool:
+    """True for the state dict of a module: names, each with a tensor, at least one of floats."""
+    items = entries_of(node)
+    tensors = {k: v for k, v in items.items() if isinstance(v, PTensor) or made_of_tensors(v) is not None}
+    floats = any(not isinstance(v, PTensor) or BY_NAME[v.dtype].floating for v in tensors.values())
+    return floats and all(isinstance(k, str) and (k in tensors or is_extra_state(k)) for k in items)
+
+
+@dataclass(slots=True)
+class Sections:
+    """The entries of a file by what they are."""
+
+    models: dict[str, Node] = field(default_factory=dict[str, Node])
+    optimizers: dict[str, Node] = field(default_factory=dict[str, Node])
+    schedulers: dict[str, Node] = field(default_factory=dict[str, Node])
+    rest: dict[str | int, Node] = field(default_factory=dict[str | int, Node])
+
+    @classmethod
+    def of(cls, root: Mapping[str | int, Node]) -> Sections:
+        """Sort the entries of a file's mapping."""
+        found = cls()
+        for key, node in root.items():
+            inner = dict(below(key, node))
+            if is_optimizer(node):
+                found.optimizers[str(key)] = node
+            elif _is_scheduler(node):
+                found.schedulers[str(key)] = node
+            elif is_model(node):
+                found.models[str(key)] = node
+            elif inner and all(map(is_optimizer, inner.values())):
+                found.optimizers |= inner
+            elif inner and all(map(_is_scheduler, inner.values())):
+                found.schedulers |= inner
+            else:
+                found.rest[key] = node
+        return found
+
+
+def _is_scheduler(node: Node) -> bool:
+    return bool(entries_of(node)) and is_scheduler(node)
+
+
+def own_scheduler(keys: Sequence[str], optimizers: int, chosen: str | None) -> tuple[int | None, tuple[Undecided, ...]]:
+    """The index of the read optimizer's scheduler: the only one of the only optimizer, or the user's choice.
+
+    Args:
+        keys: The keys of all schedulers.
+        optimizers: The number of optimizers in the save.
+        chosen: The user's choice.
+
+    Raises:
+        RequestError: `request.invalid` for a scheduler that is not there.
+    """
+    flags = [*keys, NO_SCHEDULER]
+    which = ", or ".join(f"--scheduler-key {_quoted(key)}" for key in flags)
+    if chosen is not None:
+        if chosen not in flags:
+            text = f"the source has no scheduler at {printable(chosen)!r}; there is {_said(keys) or 'none'}"
+            raise RequestError("request.invalid", text, fix=which)
+        return (keys.index(chosen) if chosen in keys else None), ()
+    if not keys or (len(keys) == 1 and optimizers < 2):
+        return 0 if keys else None, ()
+    unclear = (
+        f"it has {counted(optimizers, 'optimizer')} and {counted(len(keys), 'learning-rate scheduler')}, and nothing "
+        f"tells which is this optimizer's: {_said(keys)}"
+    )
+    return 0, (Undecided(Question.SCHEDULER, unclear, which),)
 
 
 # Which optimizer is which model's, where a save has several of them.

@@ -19,17 +19,26 @@ from reshard.choices import NO_BUFFERS
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard_engine.checkpoint import Agreement, Buffer, Parameter, ParamGroup, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.containers.torch_file import TorchFile, TreeTensors
+from reshard_engine.containers.torch_file import TorchFile, TreeTensors, walk
 from reshard_engine.formats.dtensors import Held, Part, RankFile
-from reshard_engine.formats.model_weights import checked_name, checked_state, plain_name, refuse_equal_names
+from reshard_engine.formats.model_weights import (
+    SHARDED_NAMES,
+    checked_name,
+    checked_state,
+    plain_name,
+    refuse_equal_names,
+)
 from reshard_engine.formats.rank_optimizer import ModelTensor, ReadOptimizer, Slice
-from reshard_engine.pickles.nodes import Node, PObject, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import Global, Node, PObject, PTensor, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.rebuild import made_of_tensors
+from reshard_engine.pickles.trees import TensorsAt, compare_trees
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import Boxes, Column, LogicalTensor, ShardMapBuilder, add_boxes
 
 VERSIONS = "_metadata"
 """The attribute of a model's state dict that holds the versions of its modules."""
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
+_LARGE_BYTES = 1 << 20
 _LEAST_DIMS = 2
 """The dimensions of a matrix: vectors of different layers are often equal, and none is tied."""
 
@@ -237,6 +246,50 @@ class ModelOfRanks:
         if len(held[0].shape) < _LEAST_DIMS or not parts or any(p.record is None for _, p in parts):
             return None
         return held[0].dtype, held[0].shape, tuple((rank, p.offsets, p.record) for rank, p in parts)
+
+
+# Values that are neither the model nor the optimizer.
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value in one rank's file."""
+
+    node: Node
+    parsed: TorchFile | None = None
+    """None for a file that is no archive of torch."""
+
+    def equals(self, other: Value) -> bool:
+        """True if two ranks hold the same value. Tensors are compared by bytes, large ones by their CRC-32."""
+        for difference in compare_trees(self.node, other.node, ""):
+            if not isinstance(difference, TensorsAt) or self.parsed is None or other.parsed is None:
+                return False
+            a, b = _bytes(difference.a, self.parsed), _bytes(difference.b, other.parsed)
+            if a is None or a != b:
+                return False
+        return True
+
+
+def _bytes(tensor: Node, parsed: TorchFile) -> object:
+    """What is equal for equal tensors alone; None where the file does not say it."""
+    if not isinstance(tensor, PTensor):
+        return None
+    form = tensor.dtype, tensor.shape, tensor.stride, tensor.offset
+    if not tensor.numel:
+        return form
+    record = parsed.storage_extent(tensor.storage)
+    if record.length_bytes > _LARGE_BYTES:
+        return None if record.crc32 is None else (form, record.length_bytes, record.crc32)
+    return form, parsed.file.read(record.offset, record.length_bytes)
+
+
+def is_sharded(node: Node) -> bool:
+    """True if a value holds tensors that are made of others, or objects that only they consist of."""
+    return any(
+        isinstance(n, PObject)
+        and (made_of_tensors(n) is not None or (isinstance(n.cls, Global) and n.cls.dotted in SHARDED_NAMES))
+        for n in walk(node)
+    )
 
 
 # Parameters, buffers and ties.

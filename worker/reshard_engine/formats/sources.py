@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,18 +32,12 @@ from reshard_engine.storage.urls import canonical_url, is_within
 #
 # Source: megatron-core 0.16.1 `dist_checkpointing/core.py` (`metadata.json`, `common.pt`); Megatron-LM
 # `training/checkpointing.py` (`latest_checkpointed_iteration.txt`, `iter_0000010/mp_rank_00/model_optim_rng.pt`); verl
-# 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py` (names by rank, which SkyRL has too) and
-# `trainer/ppo/ray_trainer.py` (`global_step_3/actor` beside a tracker with Megatron's name); accelerate 1.15.0
-# `utils/fsdp_utils.py` (`use_dcp=False`, LOCAL_STATE_DICT); torch_checkpointing 0.1.1 `checkpoint_layout.py`.
+# 0.9.1 `trainer/ppo/ray_trainer.py` (`global_step_3/actor` beside a tracker with Megatron's name).
 
 _MEGATRON_RANK = re.compile(r"mp_rank_\d+(_\d+)?(_\d+)?")
 _MEGATRON_STEP = re.compile(r"iter_\d+|release")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _VERL_STEP = re.compile(r"global_step_\d+")
-_VERL = re.compile(r"(?:model|optim|extra_state)_world_size_\d+_rank_(\d+)\.pt")
-_ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin")
-_SHARD = re.compile(r"model_(\d+)\.(?:pt|safetensors)")
-_OPTIMIZER_SHARD = re.compile(r"optimizer_\d+\.pt")
 _WHOLE = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)|.*\.index\.json")
 _MEGATRON_FIX = (
     "convert it with Megatron's own tools (Megatron Bridge, or tools/checkpoint/convert.py) to Hugging Face weights, "
@@ -64,25 +58,12 @@ def unsupported_kind(location: Location, listing: Listing) -> SourceError | None
     return None
 
 
-def holds_shards(listing: Listing) -> bool:
+def _holds_shards(listing: Listing) -> bool:
     """True for files of ranks that no weights in one piece lie beside: each of them looks like weights.
 
     The formats that read them are asked first; this is for whoever asks for weights alone.
     """
-    names = listing.by_name.keys()
-    shards = any(_ranks(pattern, names) for pattern in (_VERL, _ACCELERATE)) or _by_item(names)
-    return shards and not any(map(_WHOLE.fullmatch, names))
-
-
-def _by_item(names: Iterable[str]) -> bool:
-    """True for torch_checkpointing's names: each item of each rank in a file of its own."""
-    held = list(names)
-    return _ranks(_SHARD, held) > 0 and ("metadata.pkl" in held or any(map(_OPTIMIZER_SHARD.fullmatch, held)))
-
-
-def _ranks(pattern: re.Pattern[str], names: Iterable[str]) -> int:
-    """The number of ranks that files of this pattern are of."""
-    return len({match[1] for match in map(pattern.fullmatch, names) if match is not None})
+    return any(f.holds_shards(listing) for f in formats()) and not any(map(_WHOLE.fullmatch, listing.by_name))
 
 
 def _error(location: Location, kind: str, fix: str) -> SourceError:
@@ -119,7 +100,7 @@ def _recognise(
 ) -> Found | None:
     """The reader of the first format that recognises a directory. Formats of training states are asked first."""
     for wanted in of_training:
-        if not wanted and holds_shards(listing):
+        if not wanted and _holds_shards(listing):
             continue
         for known in (f for f in formats() if f.of_training is wanted):
             for reader in known.readers:
@@ -188,6 +169,7 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
     if (other := unsupported_kind(location, listing)) is not None:
         raise other
     below = _Below(location)
+    _refuse_roles(location, below, listing)
     known = _tag_fix(below, listing) or _below_fix(location, below, listing)
     if not known and (single := _only_file(location, listing)) is not None:
         return single
@@ -195,8 +177,17 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         "source.unknown_kind",
         f"{printable(location.url)} holds no checkpoint of a known kind ({counted(len(listing.files), 'file')}, "
         f"directories: {_some(listing.directories)}){below.passed}",
-        fix=known or "name the directory that holds `latest`, the rank files or the weights",
+        fix=known or _of_ranks(listing) or "name the directory that holds `latest`, the rank files or the weights",
     )
+
+
+def _names_to_say(listing: Listing) -> str:
+    return ", or ".join(flags for f in formats() if (flags := f.names_to_say(listing)))
+
+
+def _of_ranks(listing: Listing) -> str:
+    ranks = _names_to_say(listing)
+    return f"if the files are of FSDP's ranks: {ranks}" if ranks else ""
 
 
 def _reader_of_file(info: ObjectInfo) -> tuple[Format, Reader] | None:
@@ -231,10 +222,11 @@ def _only_file(location: Location, listing: Listing) -> Found | None:
     if len(found) > 1:
         names = sorted(found)
         here = shlex.quote(printable(location.child(names[-1]).url, max_chars=1_024))
+        ranks = _names_to_say(listing)
         raise SourceError(
             "checkpoint.ambiguous",
             f"{printable(location.url)} holds {len(names)} files that could each be the checkpoint: {_some(names)}",
-            fix=f"name one of them: reshard inspect {here}",
+            fix=f"name one of them: reshard inspect {here}{ranks and f'; if they are of ranks: {ranks}'}",
         )
     return next((Found(location, listing, None, *known) for _, known in found.values()), None)
 
@@ -313,6 +305,33 @@ def _tag_fix(below: _Below, listing: Listing, asked: str = "") -> str:
     return f"name an existing tag: --tag {shlex.quote(nearest)} (there are: {_some(tags)})"
 
 
+_ROLES_UNDER = re.compile(r"[A-Za-z_-]*\d+")
+"""The name of a step's directory."""
+
+
+def _refuse_roles(location: Location, below: _Below, listing: Listing) -> None:
+    """Refuse a step of a run that trains several models, each in a directory of its own, such as actor and critic.
+
+    A directory of a run is taken at its last step.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous`.
+    """
+    step, names = "", listing.directories
+    steps = [d for d in names if _ROLES_UNDER.fullmatch(d)]
+    if steps:
+        step = f"{max(steps, key=_by_number)}/"
+        ((_, inside),) = below.look([step[:-1]]).values()
+        names = inside.directories
+    roles = [f"{step}{d}" for d in names if not d.startswith(".") and not re.search(r"\d", d)]
+    looked = below.look(roles) if len(roles) > 1 else {}
+    found = [p for p in roles if p in looked and (k := _recognise(*looked[p], p)) is not None and k.format.of_training]
+    if len(found) > 1:
+        text = f"{printable(location.url)} holds {len(found)} models, each with a training state of its own"
+        flags = ", or ".join(f"--tag {shlex.quote(printable(path))}" for path in found)
+        raise SourceError("checkpoint.ambiguous", f"{text}: {_some(found)}", fix=flags)
+
+
 def _below_fix(location: Location, below: _Below, listing: Listing) -> str:
     """A sentence with the command for a checkpoint one or two levels down; empty if there is none.
 
@@ -374,13 +393,27 @@ def read_checkpoint(
         SourceError: As `find_checkpoint`, and all errors of the reader.
         RequestError: `request.invalid` for choices that this kind of checkpoint does not leave.
     """
-    found = find_checkpoint(location, tag)
+    found = find_checkpoint(location, tag) if choices.rank_files is None else _of_names(location, tag)
     if not found.format.takes_choices:
         refuse_choices(choices, f"{printable(found.location.url)} is of a kind that holds one model")
     with collector_paused():
         options = ReadOptions(ledger, found.tag, rules, choices)
         checkpoint = found.reader.read(found.location, found.listing, options)
         return replace(checkpoint, family=found.format.name)
+
+
+def _of_names(location: Location, tag: str | None) -> Found:
+    """The directory whose files the user names by a pattern, with the reader of such files.
+
+    Raises:
+        SourceError: `source.not_found`.
+    """
+    known, reader = next((f, f.named_reader) for f in formats() if f.named_reader is not None)
+    place = location if tag is None else location.child(*tag.split("/"))
+    listing = place.store.list_directory(place.path)
+    if not listing.files and not listing.directories:
+        raise nothing_at(place)
+    return Found(place, listing, tag, known, reader)
 
 
 def read_weights(location: Location, listing: Listing, ledger: OpaqueLedger) -> Checkpoint | None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any, cast
 
 from reshard.choices import MANIFEST, RankFramework
-from reshard.errors import SourceError, counted, listed, printable
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.options import SourceChoices
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.formats.dtensors import Mesh
@@ -69,6 +70,153 @@ class RankSet:
     def files(self) -> tuple[SourceFile, ...]:
         """All files, in the order in which the shard map numbers them."""
         return (*self.model, *self.optimizer, *self.extra)
+
+
+# Files under names that a script chose.
+
+RANK, ITEM, _ANY_TEXT = "{rank}", "{item}", "*"
+_PLACES = re.compile(r"\{rank\}|\{item\}|\*")
+_OF_PLACE = {RANK: r"(?<!\d)(?P<rank>\d{1,6})(?!\d)", ITEM: r"(?P<item>[^/]+?)"}
+_MOST_TEXTS = 2
+"""Texts of any length in a pattern: with more of them, a long name takes long to compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFiles:
+    """The files of all ranks under names of a pattern."""
+
+    world: int
+    """The number of ranks whose files are there."""
+    items: Mapping[str, tuple[SourceFile, ...]]
+    """By the text of `{item}`, the files by rank; one item with an empty name for a pattern without it."""
+    others: tuple[str, ...]
+    """Names of the files and directories beside them."""
+    pattern: str
+
+    def missing(self, world: int) -> SourceError:
+        """The refusal of a save of which the files of some ranks are not there."""
+        first = {item: files[0].name for item, files in self.items.items()}
+        names = [_name_of(self.pattern, n, rank) for n in first.values() for rank in range(self.world, world)]
+        return _missing(names, world)
+
+
+def _name_of(pattern: str, first: str, rank: int) -> str:
+    """The name of another rank's file, given that of rank 0."""
+    match = _named(pattern).fullmatch(first)
+    begin, end = (0, 0) if match is None else match.span("rank")
+    return f"{first[:begin]}{rank:0{end - begin}d}{first[end:]}"
+
+
+def _missing(names: Sequence[str], world: int) -> SourceError:
+    are = "is" if len(names) == 1 else "are"
+    text = f"{counted(len(names), 'file')} of {world} ranks {are} missing: {listed(list(map(printable, names)))}"
+    return SourceError("checkpoint.incomplete", text, fix=_ONE_PLACE)
+
+
+def _named(pattern: str) -> re.Pattern[str]:
+    """The names that a pattern means.
+
+    Raises:
+        RequestError: `request.invalid` for a pattern without `{rank}`, with a place twice, or with a directory.
+    """
+    places = _PLACES.findall(pattern)
+    why = ""
+    if places.count(RANK) != 1 or places.count(ITEM) > 1:
+        why = f"{RANK} stands in it once, and {ITEM} once at most"
+    elif places.count(_ANY_TEXT) > _MOST_TEXTS:
+        why = f"`*` stands in it {_MOST_TEXTS} times at most"
+    elif "/" in pattern or "\\" in pattern:
+        why = "files lie in the directory that SRC names, and it names no other"
+    elif re.search(r"\d\{rank\}|\{rank\}\d", pattern):
+        why = f"no digit stands beside {RANK}: the number of a rank ends where digits end"
+    if why:
+        text = f"--rank-files {printable(pattern)!r}: {why}"
+        raise RequestError("request.invalid", text, fix="such as --rank-files 'ckpt_{rank}.pt'")
+    parts = (_OF_PLACE.get(p, "(.*)") if _PLACES.fullmatch(p) else re.escape(p) for p in _split(pattern))
+    return re.compile("".join(parts))
+
+
+def _split(pattern: str) -> list[str]:
+    return [part for part in re.split(r"(\{rank\}|\{item\}|\*)", pattern) if part]
+
+
+def named_files(location: Location, listing: Listing, pattern: str) -> NamedFiles:
+    """The files of a directory that a pattern names.
+
+    Raises:
+        SourceError: `source.not_found` if it names none, `checkpoint.ambiguous` for files of several saves,
+            `checkpoint.incomplete` if a rank's file is missing, `checkpoint.mixed` for two files of one rank.
+        RequestError: `request.invalid` for a pattern that is none.
+    """
+    known, infos, where = _named(pattern), listing.by_name, printable(location.url)
+    found = {n: m for n in sorted(infos) if n != MANIFEST and (m := known.fullmatch(n)) is not None}
+    if not found:
+        text = f"no file in {where} has a name as --rank-files {printable(pattern)!r} says; there is "
+        fix = suggested_patterns(infos) or "say the names as they are, with {rank} in place of the rank's number"
+        raise SourceError("source.not_found", f"{text}{listed(sorted(infos)) or 'none'}", fix=fix)
+    saves: dict[tuple[str, ...], dict[str, dict[int, str]]] = {}
+    for name, match in found.items():
+        item = match["item"] if ITEM in pattern else ""
+        texts = tuple(match[i] for i in range(1, known.groups + 1) if i not in known.groupindex.values())
+        by_rank = saves.setdefault(texts, {}).setdefault(item, {})
+        if (other := by_rank.setdefault(int(match["rank"]), name)) != name:
+            text = f"{where} holds {printable(other)} and {printable(name)} of one rank"
+            raise SourceError("checkpoint.mixed", text, fix="move the files of the other save away")
+    if len(saves) > 1:
+        patterns = [shlex.quote(printable(_filled(pattern, texts))) for texts in saves]
+        raise SourceError(
+            "checkpoint.ambiguous",
+            f"{where} holds files of {len(saves)} saves under names as {printable(pattern)!r}: `*` is one text for all "
+            "files of a save",
+            fix=", or ".join(f"--rank-files {p}" for p in patterns[:8]),
+        )
+    (items,) = saves.values()
+    world = 1 + max(rank for by_rank in items.values() for rank in by_rank)
+    lacking: list[str] = []
+    for by_rank in items.values():
+        some = next(iter(by_rank.values()))
+        lacking += [_name_of(pattern, some, rank) for rank in range(world) if rank not in by_rank]
+    if lacking:
+        raise _missing(lacking, world)
+    files = {
+        item: tuple(SourceFile(location.store, by_rank[r], (infos[by_rank[r]],)) for r in range(world))
+        for item, by_rank in items.items()
+    }
+    return NamedFiles(world, files, _others(listing, found), pattern)
+
+
+def _filled(pattern: str, texts: Sequence[str]) -> str:
+    """The pattern with a text in place of each `*`."""
+    left = iter(texts)
+    return "".join(next(left) if part == _ANY_TEXT else part for part in _split(pattern))
+
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
+
+
+def suggested_patterns(names: Iterable[str]) -> str:
+    """Flags to paste for names that differ in a number alone, which counts from 0; empty if there are none."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        if name.endswith(_SUFFIXES) and not _PLACES.search(name):
+            for match in re.finditer(r"\d{1,6}", name):
+                found.setdefault(f"{name[: match.start()]}{RANK}{name[match.end() :]}", set()).add(int(match[0]))
+    counting = [p for p, ranks in sorted(found.items()) if len(ranks) > 1 and ranks == {*range(len(ranks))}]
+    counting = [one] if (one := _with_item(counting)) else counting
+    return ", or ".join(f"--rank-files {shlex.quote(printable(p))}" for p in counting[:3])
+
+
+def _with_item(patterns: Sequence[str]) -> str:
+    """The pattern with `{item}` for patterns that differ in one word; empty if they differ in more, or in numbers."""
+    if len(patterns) < 2:
+        return ""
+    head = re.sub(r"[^\W_]+$", "", commonprefix(patterns))
+    shared = commonprefix([p[len(head) :][::-1] for p in patterns])[::-1]
+    tail = re.sub(r"^[^\W_]+", "", shared)
+    words = [p[len(head) : len(p) - len(tail)] for p in patterns]
+    whole = f"{head}{ITEM}{tail}"
+    plain = all(word and RANK not in word and not re.search(r"\d", word) for word in words)
+    return whole if plain and whole.count(RANK) == 1 else ""
 
 
 # How the run saved them, for a target of the same kind.

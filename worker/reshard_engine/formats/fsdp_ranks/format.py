@@ -14,17 +14,18 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
 from reshard.choices import RankFramework, TargetFormat
-from reshard.errors import RequestError, listed, printable
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
 from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
 from reshard_engine.checkpoint import (
     Checkpoint,
     OptimizerState,
     Question,
+    Undecided,
 )
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file
-from reshard_engine.formats.carried import UNKNOWN, named
+from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
 from reshard_engine.formats.dtensors import Held, RankFile
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.fsdp_ranks.files import (
@@ -32,22 +33,43 @@ from reshard_engine.formats.fsdp_ranks.files import (
     CONFIG,
     RNG,
     SCHEDULER,
+    NamedFiles,
     RankFacts,
     RankSet,
     SavedRanks,
     files_beside,
     holds_rank_files,
+    named_files,
     rank_set,
+    suggested_patterns,
 )
 from reshard_engine.formats.fsdp_ranks.writer import FsdpRanksWriter
 from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
+from reshard_engine.formats.numbered import (
+    Sections,
+    Several,
+    entries_of,
+    is_model,
+    is_optimizer,
+    own_scheduler,
+    shape_of,
+)
 from reshard_engine.formats.rank_optimizer import (
+    RankStates,
     ReadOptimizer,
     read_optimizer,
     states_of_rank,
 )
-from reshard_engine.formats.rank_states import ModelOfRanks, RankState, RankTensors, model_of_rank
-from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+from reshard_engine.formats.rank_states import (
+    ModelOfRanks,
+    RankModel,
+    RankState,
+    RankTensors,
+    Value,
+    is_sharded,
+    model_of_rank,
+)
+from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import TreeDifference, compare_trees
 from reshard_engine.storage.locations import Location, open_location
@@ -60,6 +82,11 @@ _BESIDE = "it lies beside the ranks' files, and nothing reads it"
 _HUGGINGFACE = "huggingface/"
 _MODEL_FILES = "configuration and tokenizer: --model-files with this directory copies them beside weights"
 _COPY = "a copy of the model's weights, which a run of the target saves again"
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict")
+"""The keys under which scripts usually save a model."""
+_OTHER_SAVE = "the files are of different saves: copy those of one save"
+_OF_EACH_RANK = "ranks saved different values under this key"
+_SHARDED = "it holds sharded tensors, and is neither the model nor the optimizer that was read"
 _PER_RANK = "ranks saved different values under one key; the first rank's is taken"
 _FIRST_RANK = ("_rank_0.pt", "_rank0.bin")
 _Read = TypeVar("_Read")
@@ -90,15 +117,44 @@ class RankFilesReader:
         return _Assembly(found, options).checkpoint(location.url)
 
 
+class NamedFilesReader:
+    """Reads files of ranks under names that a script chose, which the user says by a pattern."""
+
+    family = "fsdp_ranks"
+
+    def recognises(self, listing: Listing) -> bool:
+        """False: nobody but the user knows the names."""
+        return False
+
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
+        """Read the model, its optimizer and everything else in the files that the pattern names.
+
+        Raises:
+            SourceError: As `named_files` and `RankFilesReader.read`; `checkpoint.ambiguous` for whole tensors alone.
+            RequestError: `request.invalid` for choices that the source does not leave.
+        """
+        found = named_files(location, listing, options.choices.rank_files or "")
+        return _NamedAssembly(found, options, location).checkpoint(location.url)
+
+
 class FsdpRanks(Format):
     """Files of FSDP's ranks."""
 
     name = "fsdp_ranks"
     readers: ClassVar[tuple[Reader, ...]] = (RankFilesReader(),)
+    named_reader: ClassVar[Reader | None] = NamedFilesReader()
     of_training = True
     takes_choices = True
     targets = (TargetFormat.FSDP_RANKS,)
     files = KnownFiles(entries=(CONFIG,), suffixes=_FIRST_RANK, needed=_FIRST_RANK)
+
+    def holds_shards(self, listing: Listing) -> bool:
+        """True if there is a file with a rank's name."""
+        return holds_rank_files(listing)
+
+    def names_to_say(self, listing: Listing) -> str:
+        """Flags for names that differ in a number alone."""
+        return suggested_patterns(listing.by_name)
 
     def writer(self, target: str) -> Writer:
         """The writer of files of FSDP2's ranks."""
@@ -159,6 +215,9 @@ class _State:
     """The contents of the extra state."""
 
     schedulers: tuple[Node, ...] = ()
+    scheduler_keys: tuple[str, ...] = ()
+    own_scheduler: int | None = 0
+    undecided: tuple[Undecided, ...] = ()
     rng: tuple[Mapping[str, Node], ...] = ()
     client_state: dict[str | int, Node] = field(default_factory=dict[str | int, Node])
     not_carried: list[NotCarried] = field(default_factory=list[NotCarried])
@@ -167,8 +226,12 @@ class _State:
 class _Assembly:
     """One checkpoint being put together."""
 
+    _open: tuple[Undecided, ...] = ()
+    """Which model and which optimizer are read, as far as the user has to say it."""
+
     def __init__(self, files: RankSet, options: ReadOptions) -> None:
         self._set, self._options = files, options
+        self._label, self._world = files.label, files.world
         self._files: list[SourceFile] = []
         # Sharded tensors become numbers, so that nothing names their classes. What is carried is parsed without them.
         self._ledger = OpaqueLedger(options.ledger.policy, options.ledger.foreign, SHARDED_NAMES)
@@ -191,7 +254,7 @@ class _Assembly:
 
         def parse(file: SourceFile) -> tuple[SourceFile, _Read]:
             parsed = open_torch_file(file, self._ledger)
-            return parsed.file, read(RankFile(parsed, ranks[file.name], self._set.world))
+            return parsed.file, read(RankFile(parsed, ranks[file.name], self._world))
 
         found = open_all(files, parse)
         self._files += [file for file, _ in found]
@@ -214,9 +277,9 @@ class _Assembly:
         return Checkpoint(
             url=url,
             tag=self._options.tag,
-            format=self._set.label,
+            format=self._label,
             framework_version=None,
-            world={"dp": self._set.world},
+            world={"dp": self._world},
             files=tuple(self._files),
             shard_map=self._tensors.builder.build(),
             parameters=tuple(kinds.parameters),
@@ -227,12 +290,19 @@ class _Assembly:
             warnings=() if optimizer is None else optimizer.warnings,
             agreements=tuple(self._tensors.agreements),
             schedulers=state.schedulers,
+            scheduler_keys=state.scheduler_keys,
+            own_scheduler=state.own_scheduler,
             client_state=state.client_state,
             run_names=compiled_names(longer),
             module_names=tuple(plain.values()),
             not_carried=(*state.not_carried, *named(model.others, UNKNOWN), *self._beside()),
             facts=RankFacts(rank_states=state.rng, saved=self._saved()),
-            undecided=(*(() if optimizer is None else optimizer.undecided), *kinds.undecided),
+            undecided=(
+                *self._open,
+                *(() if optimizer is None else optimizer.undecided),
+                *kinds.undecided,
+                *state.undecided,
+            ),
             assumed=(*(() if optimizer is None else optimizer.assumed), *kinds.assumed),
             unproven=frozenset(kinds.unproven),
             copies={plain[a]: self._state.weights[a] for a in self._state.ties.by_value},
@@ -240,7 +310,7 @@ class _Assembly:
             frozen_left_out=optimizer is not None and optimizer.adapter_alone,
         )
 
-    def _saved(self) -> SavedRanks:
+    def _saved(self) -> SavedRanks | None:
         """How the run saved the files, for a target of the same kind."""
         held, weights = {name: ranks[0] for name, ranks in self._model.held.items()}, self._state.weights
         numbers = {} if self._optimizer is None else self._optimizer.numbers
@@ -317,6 +387,222 @@ class _Assembly:
         return [
             NotCarried(path=printable(n), file=printable(n), reason=reasons.get(n, _BESIDE)) for n in self._set.others
         ]
+
+
+# Files whose names the user says.
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of a state dict: the item of its file, and the keys that lead to it there."""
+
+    item: str
+    path: tuple[str | int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Its name for the user, who knows a file without items by its own keys."""
+        return ".".join(map(str, (*([self.item] if self.item else []), *self.path))) or "."
+
+    def within(self, file: RankFile) -> RankFile:
+        """The file with the state dict as its value.
+
+        Raises:
+            SourceError: `checkpoint.mixed` if it is not there.
+        """
+        node = file.parsed.root
+        for key in self.path:
+            held = sequence_items(node, what=file.name) if isinstance(key, int) else mapping_items(node, what=file.name)
+            try:
+                node = held[key]  # type: ignore[index]
+            except LookupError:
+                text = f"{file.name} has nothing at {printable(self.key)}, where the first rank's file has it"
+                raise SourceError("checkpoint.mixed", text, fix=_OTHER_SAVE) from None
+        return RankFile(replace(file.parsed, root=node), file.rank, file.world)
+
+
+@dataclass(slots=True)
+class _Contents:
+    """What the first rank's files hold, by the user's names."""
+
+    places: dict[str, _Place] = field(default_factory=dict[str, _Place])
+    models: dict[str, Node] = field(default_factory=dict[str, Node])
+    optimizers: dict[str, Node] = field(default_factory=dict[str, Node])
+    schedulers: dict[str, Node] = field(default_factory=dict[str, Node])
+    rest: dict[str, Node] = field(default_factory=dict[str, Node])
+
+    def add(self, item: str, root: Node, what: str) -> None:
+        """Add what one file holds: one state dict, or several under keys."""
+        if is_optimizer(root) or is_model(root):
+            self._put(self.optimizers if is_optimizer(root) else self.models, _Place(item), root)
+            return
+        if not is_mapping(root):
+            self._put(self.rest, _Place(item), root)
+            return
+        for key, node in mapping_items(root, what=what).items():
+            found = Sections.of({key: node})
+            kinds = (
+                (self.models, found.models),
+                (self.optimizers, found.optimizers),
+                (self.schedulers, found.schedulers),
+            )
+            for into, held in kinds:
+                for name, value in held.items():
+                    inner = name.removeprefix(f"{key}.") if name != str(key) else None
+                    number = int(inner) if inner is not None and not is_mapping(node) else inner
+                    self._put(into, _Place(item, (key,) if number is None else (key, number)), value)
+            for one, value in found.rest.items():
+                self._put(self.rest, _Place(item, (one,)), value)
+
+    def _put(self, into: dict[str, Node], place: _Place, node: Node) -> None:
+        self.places[place.key] = place
+        into[place.key] = node
+
+    def several(self, where: str) -> Several:
+        """The models and optimizers, of which one pair is read."""
+        usual = [k for k in self.models if k.rpartition(".")[2] in _MODEL_KEYS]
+        shapes = {
+            key: {str(n): shape for n, t in entries_of(self.models[key]).items() if (shape := shape_of(t)) is not None}
+            for key in (*usual, *(k for k in self.models if k not in usual))
+        }
+        return Several(where, shapes, self.optimizers, bool(usual) or len(shapes) == 1)
+
+
+class _NamedAssembly(_Assembly):
+    """One checkpoint being put together from files whose names the user says."""
+
+    def __init__(self, files: NamedFiles, options: ReadOptions, location: Location) -> None:
+        self._named, self._options = files, options
+        self._label, self._world = "fsdp-ranks", files.world
+        self._files: list[SourceFile] = []
+        self._ledger = OpaqueLedger(options.ledger.policy, options.ledger.foreign, SHARDED_NAMES)
+        where = printable(location.url)
+        self._contents = self._first_files(where)
+        pair = self._contents.several(where).chosen(options.choices)
+        self._open = pair.undecided
+        self._read_keys = (pair.model, pair.optimizer)
+        places = [self._contents.places[key] for key in (pair.model, pair.optimizer) if key is not None]
+        self._items = list(dict.fromkeys(place.item for place in places))
+        self._tensors = RankTensors([f.name for item in self._items for f in files.items[item]])
+        read = [self._of_item(item, places) for item in self._items]
+        model, states = read[0][0], read[-1][1]
+        self._model = ModelOfRanks(model, files.items[self._items[0]])
+        self._require_shards(where)
+        self._first_state = (len(self._items) - 1) * files.world
+        self._first_optimizer = states[0].parsed if states else None
+        self._optimizer = self._named_optimizer(states)
+        self._state = RankState(
+            self._tensors, self._model, self._optimizer, first_state=self._first_state, buffers=options.choices.buffers
+        )
+
+    def _first_files(self, where: str) -> _Contents:
+        """What the first rank's files hold, and the proof that the files of all ranks are there."""
+        found = _Contents()
+        for item, files in self._named.items.items():
+            parsed = open_torch_file(files[0], self._ledger)
+            said = RankFile(parsed, 0, self._world).ranks_said()
+            if said is not None and said > self._world:
+                raise self._named.missing(said)
+            if said is not None and said < self._world:
+                raise SourceError(
+                    "checkpoint.mixed",
+                    f"{printable(files[0].name)} is of a run of {counted(said, 'rank')}, and the directory holds files "
+                    f"of {self._world} under these names",
+                    fix="move the files of the other save into a directory of their own",
+                )
+            found.add(item, parsed.root, printable(files[0].name))
+        if not found.models:
+            keys = [*found.optimizers, *found.schedulers, *found.rest]
+            text = f"the files under these names in {where} hold {listed(keys)}, and no state dict of a model"
+            fix = "name the model's files, too: {item} in the pattern stands for the name of what a file holds"
+            raise SourceError("checkpoint.incomplete", text, fix=fix)
+        return found
+
+    def _of_item(self, item: str, places: Sequence[_Place]) -> tuple[list[RankModel], list[RankStates]]:
+        """What the files of one item hold of the model and of the optimizer, by rank."""
+        key = self._read_keys[0]
+        model = self._contents.places[key] if self._contents.places[key].item == item else None
+        rest = [place for place in places if place.item == item and place is not model]
+        optimizer = rest[0] if rest else None
+
+        def read(file: RankFile) -> tuple[RankModel | None, RankStates | None]:
+            return (
+                None if model is None else model_of_rank(model.within(file)),
+                None if optimizer is None else states_of_rank(optimizer.within(file)),
+            )
+
+        ranks = self._opened(self._named.items[item], read)
+        return [m for m, _ in ranks if m is not None], [s for _, s in ranks if s is not None]
+
+    def _require_shards(self, where: str) -> None:
+        if not self._model.any_sharded:
+            names = [f.name for f in self._named.items[self._items[0]]]
+            raise SourceError(
+                "checkpoint.ambiguous",
+                f"{listed(list(map(printable, names)))} in {where} hold whole tensors: nothing says that they are of "
+                "ranks, and not of steps or epochs",
+                fix="name the file of one model: any rank's is whole",
+            )
+
+    def _named_optimizer(self, states: Sequence[RankStates]) -> ReadOptimizer | None:
+        if not states:
+            return None
+        names = [f.name for f in self._named.items[self._items[-1]]]
+        order = self._options.choices.param_order
+        # A script makes its optimizer as it likes: numbers are those of `model.parameters()` only if shapes prove it.
+        return read_optimizer(states, self._model.tensors(), names, order, of_model=False)
+
+    def _saved(self) -> SavedRanks | None:
+        """None: no framework is known to load files under these names."""
+        return None
+
+    def _extra_state(self) -> _State:
+        """Schedulers and client state that all ranks hold alike; everything else is named."""
+        found, contents = _State(), self._contents
+        others = [k for k in (*contents.models, *contents.optimizers) if k not in self._read_keys]
+        found.not_carried += named(others, OF_ANOTHER)
+        schedulers: dict[str, Node] = {}
+        for key in (*contents.schedulers, *contents.rest):
+            place = contents.places[key]
+            values = self._values(place)
+            if is_sharded(values[0].node):
+                found.not_carried += named([key], _SHARDED)
+            elif not all(values[0].equals(other) for other in values[1:]):
+                found.not_carried += named([key], _OF_EACH_RANK)
+            elif key in contents.schedulers:
+                schedulers[key] = self._carried(values[0])
+            else:
+                found.client_state[key if place.item else place.path[0]] = self._carried(values[0])
+        found.schedulers, found.scheduler_keys = tuple(schedulers.values()), tuple(schedulers)
+        chosen = self._options.choices.scheduler_key
+        found.own_scheduler, found.undecided = own_scheduler([*schedulers], len(contents.optimizers), chosen)
+        return found
+
+    def _values(self, place: _Place) -> list[Value]:
+        """The value of an entry by rank."""
+        files = self._named.items[place.item]
+        ranks = {f.name: rank for rank, f in enumerate(files)}
+
+        def read(file: SourceFile) -> Value:
+            parsed = open_torch_file(file, self._ledger)
+            inner = place.within(RankFile(parsed, ranks[file.name], self._world)).parsed
+            return Value(inner.root, replace(inner, root=None))
+
+        return open_all(files, read)
+
+    def _carried(self, value: Value) -> Node:
+        """The value with references in place of tensors. Its file is one of the checkpoint's."""
+        if value.parsed is None:
+            return value.node
+        file = value.parsed.file
+        known = {f.name: number for number, f in enumerate(self._files)}
+        if file.name not in known:
+            self._files.append(file)
+        number = known.get(file.name, len(self._files) - 1)
+        return TreeTensors(self._tensors.builder, {file: number}).carried(value.node, value.parsed)
+
+    def _beside(self) -> list[NotCarried]:
+        return [NotCarried(path=printable(n), file=printable(n), reason=_BESIDE) for n in self._named.others]
 
 
 def _random_states(

@@ -28,7 +28,7 @@ from reshard_engine.containers.source_file import SourceFile, open_all, parse_js
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file, place_of
 from reshard_engine.formats.carried import OF_ANOTHER, named
 from reshard_engine.formats.model_weights import SHARDED_NAMES
-from reshard_engine.formats.numbered import Several, below, entries_of, is_optimizer, shape_of
+from reshard_engine.formats.numbered import Sections, Several, entries_of, is_model, is_optimizer, shape_of
 from reshard_engine.formats.trainer_files import (
     ARGUMENTS,
     FULL,
@@ -242,7 +242,7 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
     if not is_mapping(parsed.root):
         raise SourceError("source.unknown_kind", f"{name} holds {kind_of(parsed.root)}, no mapping", fix=_DIRECTORY)
     root = mapping_items(parsed.root, what=name)
-    if _is_model(parsed.root):
+    if is_model(parsed.root):
         found = Opened("full-torch", {}, [parsed.file])
         _add_model(found, parsed.root, parsed, name)
         _refuse_keys(choices, {"model_key", "optimizer_key", "scheduler_key"}, f"{name} is a state dict alone")
@@ -253,7 +253,7 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
             f"{name} is a file of Megatron-LM, of one rank of its model parallelism",
             fix="convert it with Megatron's own tools to Hugging Face weights, and name that directory",
         )
-    sections = _Sections.of(root)
+    sections = Sections.of(root)
     lightning = _LIGHTNING in root
     found = Opened("full-lightning" if lightning else "full-torch", {}, [parsed.file], by_model=lightning)
     chosen = _several(sections, choices.model_key, name).chosen(choices)
@@ -273,48 +273,7 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
     return found
 
 
-@dataclass(slots=True)
-class _Sections:
-    """The entries of a file by what they are."""
-
-    models: dict[str, Node] = field(default_factory=dict[str, Node])
-    optimizers: dict[str, Node] = field(default_factory=dict[str, Node])
-    schedulers: dict[str, Node] = field(default_factory=dict[str, Node])
-    rest: dict[str | int, Node] = field(default_factory=dict[str | int, Node])
-
-    @classmethod
-    def of(cls, root: Mapping[str | int, Node]) -> _Sections:
-        found = cls()
-        for key, node in root.items():
-            inner = dict(below(key, node))
-            if is_optimizer(node):
-                found.optimizers[str(key)] = node
-            elif _is_scheduler(node):
-                found.schedulers[str(key)] = node
-            elif _is_model(node):
-                found.models[str(key)] = node
-            elif inner and all(map(is_optimizer, inner.values())):
-                found.optimizers |= inner
-            elif inner and all(map(_is_scheduler, inner.values())):
-                found.schedulers |= inner
-            else:
-                found.rest[key] = node
-        return found
-
-
-def _is_scheduler(node: Node) -> bool:
-    return bool(entries_of(node)) and is_scheduler(node)
-
-
-def _is_model(node: Node) -> bool:
-    """True for the state dict of a module: names, each with a tensor, at least one of floats."""
-    items = entries_of(node)
-    tensors = {k: v for k, v in items.items() if isinstance(v, PTensor) or made_of_tensors(v) is not None}
-    floats = any(not isinstance(v, PTensor) or BY_NAME[v.dtype].floating for v in tensors.values())
-    return floats and all(isinstance(k, str) and (k in tensors or is_extra_state(k)) for k in items)
-
-
-def _several(sections: _Sections, asked: str | None, name: str) -> Several:
+def _several(sections: Sections, asked: str | None, name: str) -> Several:
     """The models and optimizers of a file, of which one pair is to be read.
 
     Raises:

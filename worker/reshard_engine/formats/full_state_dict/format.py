@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
-from reshard.choices import NO_BUFFERS, NO_SCHEDULER
-from reshard.errors import RequestError, counted, listed, printable
+from reshard.choices import NO_BUFFERS
+from reshard.errors import RequestError, listed, printable
 from reshard_engine.checkpoint import (
     Agreement,
     Buffer,
@@ -47,7 +47,7 @@ from reshard_engine.formats.full_state_dict.optimizer import (
     unread_optimizer,
 )
 from reshard_engine.formats.model_weights import checked_name, compiled_names, plain_names
-from reshard_engine.formats.numbered import is_optimizer
+from reshard_engine.formats.numbered import is_optimizer, own_scheduler
 from reshard_engine.formats.trainer_files import TrainerFacts, full_pair
 from reshard_engine.pickles.nodes import Node, mapping_items, mapping_of
 from reshard_engine.storage.locations import Location
@@ -182,7 +182,7 @@ class _Assembly:
         opened, optimizer, plain = self._opened, self._optimizer, self._names
         kinds, agreements = self._kinds(), self._agreements()
         read = None if optimizer is None or optimizer.unread else OptimizerState(self._groups(optimizer))
-        own, undecided = self._own_scheduler()
+        own, undecided = own_scheduler([*opened.schedulers], opened.optimizers, self._options.choices.scheduler_key)
         schedulers = {key: self._carried(value) for key, value in opened.schedulers.items()}
         rng = tuple(
             {str(k): v for k, v in mapping_items(self._carried(value), what=value.what).items()} for value in opened.rng
@@ -355,30 +355,6 @@ class _Assembly:
         parsed = self._opened.optimizer.parsed
         carried = (self._trees.carried(mapping_of({**g.hyper_parameters}), parsed) for g in optimizer.groups)
         return tuple(ParamGroup(mapping_items(node, what="a param group")) for node in carried)
-
-    # The scheduler.
-
-    def _own_scheduler(self) -> tuple[int | None, tuple[Undecided, ...]]:
-        """The index of the scheduler of this optimizer: the only one of the only optimizer, or the user's choice."""
-        keys = list(self._opened.schedulers)
-        chosen, flags = self._options.choices.scheduler_key, [*keys, NO_SCHEDULER]
-        which = ", or ".join(f"--scheduler-key {key}" for key in flags[:3])
-        if chosen is not None:
-            if chosen not in flags:
-                raise RequestError(
-                    "request.invalid",
-                    f"the source has no scheduler at {printable(chosen)!r}; there is {listed(keys) or 'none'}",
-                    fix=which,
-                )
-            return (keys.index(chosen) if chosen in keys else None), ()
-        if not keys or (len(keys) == 1 and self._opened.optimizers == 1):
-            return 0 if keys else None, ()
-        unclear = (
-            f"it has {counted(self._opened.optimizers, 'optimizer')} and "
-            f"{counted(len(keys), 'learning-rate scheduler')}, and nothing tells which is this optimizer's: "
-            f"{listed(keys)}"
-        )
-        return 0, (Undecided(Question.SCHEDULER, unclear, which),)
 
 
 def _of_other_names(optimizer: InFile, shapes: Mapping[str, Sequence[int]]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
-from reshard.choices import NO_SCHEDULER, TargetFormat
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
 from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
@@ -28,9 +28,17 @@ from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
 from reshard_engine.formats.dtensors import WHOLE, Held, Part, RankFile, placed
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
-from reshard_engine.formats.numbered import Several, shape_of
+from reshard_engine.formats.numbered import Several, own_scheduler, shape_of
 from reshard_engine.formats.rank_optimizer import PARAMS, RankStates, ReadOptimizer, read_optimizer, states_of_rank
-from reshard_engine.formats.rank_states import ModelOfRanks, RankModel, RankState, RankTensors, model_of_rank
+from reshard_engine.formats.rank_states import (
+    ModelOfRanks,
+    RankModel,
+    RankState,
+    RankTensors,
+    Value,
+    is_sharded,
+    model_of_rank,
+)
 from reshard_engine.formats.torch_checkpointing.files import (
     GROUPS,
     JSON,
@@ -55,11 +63,9 @@ from reshard_engine.formats.torch_checkpointing.files import (
 )
 from reshard_engine.formats.torch_checkpointing.writer import TorchCheckpointingWriter
 from reshard_engine.pickles.nodes import (
-    Global,
     Node,
     PDict,
     PList,
-    PObject,
     PTensor,
     PTuple,
     is_mapping,
@@ -71,13 +77,11 @@ from reshard_engine.pickles.nodes import (
 )
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rebuild import made_of_tensors
-from reshard_engine.pickles.trees import TensorsAt, compare_trees
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.layout import KnownFiles
 
 _JSON_LIMIT_BYTES = 256 << 20
-_LARGE_BYTES = 1 << 20
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 _PER_RANK = "ranks saved different values of it, and the format of the target has no place for them"
 _SHARDED = "it holds sharded tensors, and is neither the model nor the optimizer that was read"
@@ -117,6 +121,10 @@ class TorchCheckpointing(Format):
     targets = (TargetFormat.TORCH_CHECKPOINTING,)
     files = KnownFiles(entries=(METADATA,), suffixes=(f"{MODEL}_0.pt",), needed=(METADATA, f"{MODEL}_0.pt"))
 
+    def holds_shards(self, listing: Listing) -> bool:
+        """True for files of items of ranks: those of a model look like weights."""
+        return holds_items(listing)
+
     def writer(self, target: str) -> Writer:
         """The writer of items of FSDP2's ranks."""
         return TorchCheckpointingWriter()
@@ -151,29 +159,11 @@ class TorchCheckpointing(Format):
 # What one rank's file holds of an item.
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """The value of an item in one rank's file."""
-
-    node: Node
-    parsed: TorchFile | None = None
-    """None for a file that is no archive of torch."""
-
-
-def _sharded(node: Node) -> bool:
-    """True if a value holds tensors that are made of others, or objects that only they consist of."""
-    return any(
-        isinstance(n, PObject)
-        and (made_of_tensors(n) is not None or (isinstance(n.cls, Global) and n.cls.dotted in SHARDED_NAMES))
-        for n in walk(node)
-    )
-
-
 def _is_state_dict(node: Node, what: str) -> bool:
     """True if a value maps texts to tensors, some of which are sharded."""
     held = mapping_items(node, what=what) if is_mapping(node) else {}
     tensors = [isinstance(v, PTensor) or made_of_tensors(v) is not None for v in held.values()]
-    return bool(held) and all(tensors) and all(isinstance(k, str) for k in held) and _sharded(node)
+    return bool(held) and all(tensors) and all(isinstance(k, str) for k in held) and is_sharded(node)
 
 
 def _is_optimizer(node: Node, what: str) -> bool:
@@ -220,17 +210,17 @@ class _Assembly:
             buffers=options.choices.buffers,
         )
 
-    def _value(self, file: SourceFile, kind: str) -> _Value:
+    def _value(self, file: SourceFile, kind: str) -> Value:
         if kind == TORCH:
             parsed = open_torch_file(file, self._ledger)
-            return _Value(parsed.root, parsed)
+            return Value(parsed.root, parsed)
         if kind == JSON:
             name = printable(file.name)
             if file.size_bytes > _JSON_LIMIT_BYTES:
                 raise SourceError("checkpoint.too_large", f"{name} has {file.size_bytes} bytes")
             text = file.read(0, file.size_bytes)
-            return _Value(node_of(parse_json(text, code="checkpoint.malformed", what=name)))
-        return _Value(None)
+            return Value(node_of(parse_json(text, code="checkpoint.malformed", what=name)))
+        return Value(None)
 
     def _read_items(self) -> Iterable[Item]:
         """The model and its optimizer, in the order in which the shard map numbers their files."""
@@ -379,7 +369,8 @@ class _Assembly:
         read = None
         if optimizer is not None and not optimizer.unread:
             read = OptimizerState(self._state.groups(optimizer, self._first_optimizer))
-        own, undecided = self._own_scheduler([*state.schedulers])
+        optimizers = sum(_is_optimizer(v.node, printable(k)) for k, v in self._first.items())
+        own, undecided = own_scheduler([*state.schedulers], optimizers, self._options.choices.scheduler_key)
         longer = {short: name for name, short in plain.items() if name != short}
         ordered = self._model_item.kind == TORCH  # safetensors sorts names
         beside = [NotCarried(path=printable(n), file=printable(n), reason=r) for n, r in self._found.others.items()]
@@ -448,13 +439,13 @@ class _Assembly:
         read = {item.key for item in self._read_items()}
         left = {key: item for key, item in self._found.items.items() if key not in read}
         for key, item in left.items():
-            if item.kind == SAFETENSORS or _sharded(self._first[key].node):
+            if item.kind == SAFETENSORS or is_sharded(self._first[key].node):
                 of_run = item.kind == SAFETENSORS or _is_state_dict(self._first[key].node, printable(key))
                 optimizer = _is_optimizer(self._first[key].node, printable(key))
                 found.not_carried += named([key], OF_ANOTHER if of_run or optimizer else _SHARDED)
                 continue
             values = open_all(item.files, lambda file, kind=item.kind: self._value(file, kind))
-            same = all(_equal(values[0], other) for other in values[1:])
+            same = all(values[0].equals(other) for other in values[1:])
             kept = values[:1] if same else values
             nodes = self._carried(kept)
             if same and _is_scheduler(values[0].node, printable(key)):
@@ -465,54 +456,12 @@ class _Assembly:
                 found.rank_items[key] = nodes
         return found
 
-    def _carried(self, values: Sequence[_Value]) -> tuple[Node, ...]:
+    def _carried(self, values: Sequence[Value]) -> tuple[Node, ...]:
         """The values with references in place of tensors."""
         parsed = [v.parsed for v in values if v.parsed is not None]
         trees = TreeTensors(self._tensors.builder, {p.file: len(self._files) + i for i, p in enumerate(parsed)})
         self._files += [p.file for p in parsed]
         return tuple(v.node if v.parsed is None else trees.carried(v.node, v.parsed) for v in values)
-
-    def _own_scheduler(self, keys: Sequence[str]) -> tuple[int | None, tuple[Undecided, ...]]:
-        """The index of the scheduler of this optimizer: the only one of the only optimizer, or the user's choice."""
-        chosen, flags = self._options.choices.scheduler_key, [*keys, NO_SCHEDULER]
-        which = ", or ".join(f"--scheduler-key {key}" for key in flags[:3])
-        if chosen is not None:
-            if chosen not in flags:
-                text = f"the source has no scheduler {printable(chosen)!r}; there is {listed(keys) or 'none'}"
-                raise RequestError("request.invalid", text, fix=which)
-            return (keys.index(chosen) if chosen in keys else None), ()
-        optimizers = [k for k, v in self._first.items() if _is_optimizer(v.node, printable(k))]
-        if not keys or (len(keys) == 1 and len(optimizers) < 2):
-            return 0 if keys else None, ()
-        unclear = (
-            f"it has {counted(len(optimizers), 'optimizer')} and {counted(len(keys), 'learning-rate scheduler')}, and "
-            f"nothing tells which is this optimizer's: {listed(keys)}"
-        )
-        return 0, (Undecided(Question.SCHEDULER, unclear, which),)
-
-
-def _equal(first: _Value, other: _Value) -> bool:
-    """True if two ranks hold the same value. Tensors are compared by bytes, large ones by their CRC-32."""
-    for difference in compare_trees(first.node, other.node, ""):
-        if not isinstance(difference, TensorsAt) or first.parsed is None or other.parsed is None:
-            return False
-        a, b = _bytes(difference.a, first.parsed), _bytes(difference.b, other.parsed)
-        if a is None or a != b:
-            return False
-    return True
-
-
-def _bytes(tensor: Node, parsed: TorchFile) -> object:
-    """What is equal for equal tensors alone; None where the file does not say it."""
-    if not isinstance(tensor, PTensor):
-        return None
-    form = tensor.dtype, tensor.shape, tensor.stride, tensor.offset
-    if not tensor.numel:
-        return form
-    record = parsed.storage_extent(tensor.storage)
-    if record.length_bytes > _LARGE_BYTES:
-        return None if record.crc32 is None else (form, record.length_bytes, record.crc32)
-    return form, parsed.file.read(record.offset, record.length_bytes)
 
 
 # The model and the optimizer in one rank's file.
