@@ -48,14 +48,14 @@ def fuzz_dcp(data: bytes) -> None:
     for name, content in _spoilt(data[0] % _PARTS if data else 0, data[1:]).items():
         store.put(f"b/{name}", content, metadata={}, if_absent=False)
     checkpoint = read_checkpoint(Location(store, "b", "mem://b"), None, OpaqueLedger(OpaquePolicy.DROP))
-    _lies_inside(checkpoint)
+    lies_inside(checkpoint)
     describe(checkpoint).model_dump_json()
     fields = {"source": {"url": "/data/in"}, "target": "/data/out", "to": "dcp", "opaque": "drop"}
     request = asked(**fields)
     writer_of("dcp").lay_out(checkpoint, request, name="out")
 
 
-def _lies_inside(checkpoint: Checkpoint) -> None:
+def lies_inside(checkpoint: Checkpoint) -> None:
     """Fail if a piece that is packed begins or ends outside of its file."""
     found = checkpoint.shard_map
     sizes = np.array([f.size_bytes for f in checkpoint.files], dtype=np.int64)

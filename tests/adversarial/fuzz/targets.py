@@ -14,7 +14,7 @@ from pathlib import Path
 from adversarial.corpus import carriers, containers, opcodes as op, safetensors_files
 from adversarial.corpus.archives import Ending, archive
 from adversarial.corpus.pickle_code import ENTRIES as PAYLOADS
-from adversarial.fuzz import distributed
+from adversarial.fuzz import distributed, ranks
 from house import dcp_stand_ins as dcp, dcp_streams
 from house.dcp_mutations import assert_equal
 from reshard.choices import OpaquePolicy, TargetFormat
@@ -258,6 +258,9 @@ TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "safetensors": (fuzz_safetensors, _headers),
     "dcp_metadata": (fuzz_dcp_metadata, _dcp_metadata),
     "dcp": (distributed.fuzz_dcp, distributed.seeds),
+    "fsdp_ranks": (ranks.fuzz_fsdp_ranks, ranks.seeds_of_ranks),
+    "torch_checkpointing": (ranks.fuzz_items, ranks.seeds_of_items),
+    "full_state_dict": (ranks.fuzz_whole_tensors, ranks.seeds_of_whole_tensors),
     "index": (fuzz_index, _indexes),
     "latest": (fuzz_latest, _latest),
     "manifest": (fuzz_manifest, _manifests),

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(find_spec("atheris") is None, reason="atheris ha
 
 
 RUNS = {"dcp": 60, "checkpoint": 500, "dcp_metadata": 500}
-"""Runs of targets that take longer: `dcp` converts what it reads, in 20 ms."""
+RUNS |= dict.fromkeys(("fsdp_ranks", "torch_checkpointing", "full_state_dict"), 20)
+"""Runs of targets that take longer: those of whole directories also lay out a target, in 20 to 200 ms."""
 
 
 @pytest.mark.timeout(1200)
