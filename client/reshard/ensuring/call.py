@@ -31,11 +31,12 @@ from reshard.ensuring.local_checkpoints import (
     local_path,
     place_companions,
     place_schedulers,
+    place_step,
     storage_error,
     writing,
 )
 from reshard.ensuring.together import LATE_S, Helper, Launch, Sharing
-from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Layout, Loader, Wanted, fits, name_of
+from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Layout, Loader, RanksLayout, Wanted, fits, name_of
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.functions import source_of, takes_keywords
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
@@ -92,7 +93,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     Args:
         src: A save directory (with `latest`), a Trainer's `checkpoint-N`, an Accelerate directory, or a tag directory.
             The result is of the same kind. A distributed checkpoint (FSDP) is returned as it is, for any world, unless
-            `to` or `framework` asks for something else.
+            `to` or `framework` asks for something else. Files of FSDP's ranks become those of `dp` ranks.
         dp: Data-parallel ranks; by default the number of processes (`WORLD_SIZE` and the like) divided by tp x pp.
         tp: Tensor-parallel ranks; by default the source's, as for `pp` and `ep`.
         pp: Pipeline stages.
@@ -177,7 +178,8 @@ def ensured(
     path = local_path(source)
     if path is None or (place is not None and local_path(place) is None):
         return task.remote(source, tag, place)
-    return _Local(task, source, find_source(path, tag), None if place is None else local_path(place)).run()
+    found = find_source(path, tag, for_another_run=wanted.loader.kind is not None)
+    return _Local(task, source, found, None if place is None else local_path(place)).run()
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,12 @@ class _Task:
                 "options": {
                     "deepspeed": {"rules": self.wanted.rules, "family": self.wanted.family}, DISTRIBUTED: options,
                 },
+            })  # fmt: skip
+        if isinstance(layout, RanksLayout):
+            return ConvertRequest.model_validate({
+                "source": source, "target": target, "to": layout.to, "dtype": self.wanted.dtype,
+                "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
+                "options": {"deepspeed": {"dp": layout.dp}},
             })  # fmt: skip
         return ConvertRequest(
             source=source,
@@ -226,7 +234,7 @@ class _Task:
                 f"{printable(source)} is not on this machine, and its layout is another one",
                 fix="say where the result goes: --out DIR, or reshard.ensure(src, out=DIR)",
             )
-        distributed = isinstance(layout, DistributedLayout)
+        distributed = not isinstance(layout, NativeLayout)
         name = found.tag or source.rstrip("/").rpartition("/")[2]
         key = _key(self.wanted.key(), source, out, found.model_dump_json())
         target = out if distributed else f"{out.rstrip('/')}/{name}"
@@ -292,7 +300,9 @@ class _Local:
             self._records.raise_told(self._asked, election.watched)
 
     def _requests(self, target: str, layout: Layout) -> list[ConvertRequest]:
-        """The conversions that fill a save directory, in their order; one for a distributed checkpoint."""
+        """The conversions that fill a save directory, in their order; one if a directory is the checkpoint itself."""
+        if isinstance(layout, RanksLayout) and self._source.distributed:
+            return [self._task.request(self._specs()[-1], target, layout)]
         if isinstance(layout, DistributedLayout):
             beside = self._source.home if self._source.has_trainer_files else None
             return [self._task.request(self._specs()[-1], target, layout, beside)]
@@ -306,10 +316,16 @@ class _Local:
         return [SourceSpec(url=home, tag=None if whole else tag, **choices) for tag in self._source.tags]
 
     def _made_tags(self, layout: Layout | None) -> tuple[str, ...]:
-        """The tags of a result; none in a distributed checkpoint."""
+        """The tags of a result; none in a checkpoint that is a directory itself."""
         loader = self._task.wanted.loader
-        distributed = loader.distributed if layout is None else isinstance(layout, DistributedLayout)
-        return () if distributed else self._source.tags
+        if layout is None:
+            # Files of ranks that no other run is to load become files of ranks.
+            alone = loader.distributed or (self._source.distributed and loader.kind is None)
+        else:
+            alone = (
+                self._source.distributed if isinstance(layout, RanksLayout) else isinstance(layout, DistributedLayout)
+            )
+        return () if alone else self._source.tags
 
     def _as_winner(self, nonce: str) -> Ensured:
         self._nonce = nonce
@@ -361,7 +377,7 @@ class _Local:
     def _returned(self, save_directory: str) -> str:
         """The path in a save directory that matches the kind of `src`: save directory or tag directory."""
         names_tag = self._source.names_tag and bool(self._made_tags(None))
-        return os.path.join(save_directory, self._source.tag) if names_tag else save_directory
+        return os.path.join(save_directory, self._source.step or self._source.tag) if names_tag else save_directory
 
     def _make(self) -> Ensured:
         wanted, found = self._task.wanted, self._inspected()
@@ -386,7 +402,8 @@ class _Local:
 
     def _completed(self, layout: Layout) -> Layout:
         """The layout, for a framework that the files beside the source tell of, if the caller names none."""
-        if not isinstance(layout, DistributedLayout) or layout.framework is not None or self._source.distributed:
+        whole = self._source.distributed and not self._source.full
+        if not isinstance(layout, DistributedLayout) or layout.framework is not None or whole:
             return layout
         return DistributedLayout(framework="trainer" if self._source.is_trainers else "accelerate")
 
@@ -408,7 +425,10 @@ class _Local:
                 task.maker.convert(request, own, lambda: finished(target, tags), work)
         finally:
             self._records.withdraw(self._asked)
-        place_schedulers(target, tags)
+        if isinstance(layout, NativeLayout):
+            place_schedulers(target, tags)
+        elif self._source.step:
+            place_step(self._source, target)
         if not finished(target, tags):
             raise IntegrityError(
                 "integrity.mismatch",

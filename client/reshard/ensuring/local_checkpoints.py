@@ -2,7 +2,9 @@
 
 Source: transformers 5.23.0 `trainer.py` (`_save_checkpoint`, `_load_rng_state`), `trainer_jit_checkpoint.py` (the
 sentinel), accelerate 1.15.0 `checkpointing.py` (`load_accelerator_state`), `accelerator.py` (`load_state`: one tag
-`pytorch_model`, `pytorch_model_1`, ... per model), deepspeed 0.19.8 `runtime/engine.py` (`latest`).
+`pytorch_model`, `pytorch_model_1`, ... per model), deepspeed 0.19.8 `runtime/engine.py` (`latest`); verl 0.9.1
+`trainer/ppo/ray_trainer.py` and `utils/checkpoint/checkpoint_manager.py` (a run's steps and its tracker), SkyRL
+`skyrl_train/trainer.py` (the same under another tracker's name).
 """
 
 from __future__ import annotations
@@ -36,6 +38,14 @@ _FULL_MODEL = re.compile(r"pytorch_model_fsdp(_[0-9]+)?\.bin")
 """A model under FULL_STATE_DICT. Source: accelerate 1.15.0 `utils/fsdp_utils.py`."""
 _SCHEDULER = re.compile(r"scheduler(_\d+)?\.(bin|pt)")
 _TRAINER_STATE = "trainer_state.json"
+_OF_RANK = re.compile(
+    r"model_world_size_[0-9]+_rank_[0-9]+\.pt|pytorch_model_fsdp_[0-9]+_rank[0-9]+\.bin"
+    r"|optimizer_[0-9]+\.pt|metadata\.pkl"
+)
+"""A file of one rank of FSDP: verl's and SkyRL's, Accelerate's without DCP, torch_checkpointing's; or its metadata."""
+_STEP = re.compile(r"global_step_([0-9]+)")
+_TRACKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
+"""The files in which verl and SkyRL name the number of the step that a run resumes from."""
 
 
 def local_path(url: str) -> str | None:
@@ -57,7 +67,12 @@ class LocalSource:
     names_tag: bool
     """True if the caller named the tag directory itself."""
     distributed: bool = False
-    """True for a distributed checkpoint: it is the save directory itself, and its one tag is only a name."""
+    """True for a checkpoint that is the save directory itself, and whose one tag is only a name: a distributed one,
+    files of ranks, or full files."""
+    full: bool = False
+    """True for full files of a trainer, which no result takes over."""
+    step: str = ""
+    """The directory of a step of verl or SkyRL, which holds a checkpoint for each model; these are the tags."""
 
     @property
     def tag(self) -> str:
@@ -72,7 +87,7 @@ class LocalSource:
     @property
     def has_trainer_files(self) -> bool:
         """True if a trainer's files lie beside the tags of a checkpoint that is not distributed."""
-        if self.distributed:
+        if self.distributed or self.step:
             return False
         return self.is_trainers or any(map(_RANK_FILE.fullmatch, os.listdir(self.home)))
 
@@ -89,8 +104,13 @@ class LocalSource:
         return digest.hexdigest()
 
 
-def find_source(src: str, tag: str | None) -> LocalSource:
+def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> LocalSource:
     """Find the checkpoint of a tag and a path: a save directory, a Trainer's `checkpoint-N` or a tag directory.
+
+    Args:
+        src: The path.
+        tag: The tag, if the caller names one.
+        for_another_run: The caller says which kind of run will load the result, so that full files are converted.
 
     Raises:
         SourceError: `source.not_found` (also for an empty directory), `source.unknown_kind`, `checkpoint.bad_latest`,
@@ -103,6 +123,11 @@ def find_source(src: str, tag: str | None) -> LocalSource:
     if is_distributed(place := src if tag is None else os.path.join(src, tag)):
         home = os.path.realpath(place)
         return LocalSource(home, (_tag_for(home),), names_tag=False, distributed=True)
+    if (found := _of_ranks(src, tag)) is not None:
+        return _of_one_model(found) if for_another_run else found
+    if for_another_run and _full_files(place):
+        home = os.path.realpath(place)
+        return LocalSource(home, (_tag_for(home),), names_tag=False, distributed=True, full=True)
     if tag is None and (tag := _pointed(src)) is None:
         if not _holds_tag(src):
             raise _no_tag(src)
@@ -118,19 +143,80 @@ def find_source(src: str, tag: str | None) -> LocalSource:
     return LocalSource(os.path.realpath(src), (*_other_models(src, tag), tag), names_tag=False)
 
 
+def _of_ranks(src: str, tag: str | None) -> LocalSource | None:
+    """Files of FSDP's ranks: one directory, or a step of verl or SkyRL with one for each model; None for others."""
+    place = os.path.realpath(src if tag is None else os.path.join(src, tag))
+    if _holds_rank(place):
+        return LocalSource(place, (os.path.basename(place),), names_tag=False, distributed=True)
+    names_tag = tag is None and _STEP.fullmatch(os.path.basename(place)) is not None
+    if tag is None and not names_tag:
+        if (number := _tracked(place)) is None:
+            return None
+        place = os.path.join(place, f"global_step_{number}")
+    if _STEP.fullmatch(os.path.basename(place)) is None or not os.path.isdir(place):
+        return None
+    home, step = os.path.split(place)
+    models = sorted(n for n in os.listdir(place) if not n.startswith(".") and _holds_rank(os.path.join(place, n)))
+    return LocalSource(home, tuple(f"{step}/{n}" for n in models), names_tag, step=step) if models else None
+
+
+def _of_one_model(source: LocalSource) -> LocalSource:
+    """The only model of a step, for a run of another kind.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous` for several.
+    """
+    places = [os.path.join(source.home, tag) for tag in source.tags]
+    if source.step and len(places) > 1:
+        raise SourceError(
+            "checkpoint.ambiguous",
+            f"{printable(os.path.join(source.home, source.step))} holds {len(places)} models",
+            fix=f"name one of them: {printable(places[0])}",
+        )
+    return source if not source.step else LocalSource(places[0], (_tag_for(places[0]),), False, distributed=True)
+
+
+def _holds_rank(directory: str) -> bool:
+    with suppress(OSError):
+        return any(_OF_RANK.fullmatch(n) for n in os.listdir(directory))
+    return False
+
+
+def _tracked(directory: str) -> str | None:
+    """The number of the step that a run's tracker names; None without a tracker."""
+    for name in _TRACKERS:
+        with suppress(FileNotFoundError), open(os.path.join(directory, name), "rb") as file:
+            text = file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
+            return text if text.isdecimal() else None
+    return None
+
+
+def _full_files(directory: str) -> list[str]:
+    """The names of a trainer's full files, a model and its optimizers; empty if there are not both, or tags are."""
+    names = _names_in(directory)
+    optimizers = sorted(n for n in names if _OPTIMIZER.fullmatch(n))
+    model = _WEIGHTS if _OF_TRAINER in optimizers else _FULL_MODEL
+    full = sorted(n for n in names if model.fullmatch(n))
+    return [*full, *optimizers] if optimizers and full and not _tags_there(directory) else []
+
+
+def _is_full(name: str) -> bool:
+    """True for a full file whose tensors a result has itself."""
+    return any(pattern.fullmatch(name) for pattern in (_OPTIMIZER, _FULL_MODEL))
+
+
 def _no_tag(src: str) -> SourceError:
     """The error for a directory without a tag and without `latest`."""
     names = os.listdir(src)
     weights = f"reshard convert {shlex.quote(printable(src, max_chars=1_024))} DST --to safetensors"
     tags = _tags_there(src)
     optimizers = sorted(n for n in names if _OPTIMIZER.fullmatch(n))
-    model = _WEIGHTS if _OF_TRAINER in optimizers else _FULL_MODEL
-    if optimizers and not tags and (full := sorted(n for n in names if model.fullmatch(n))):
+    if full := _full_files(src):
         return SourceError(
             "source.unknown_kind",
-            f"{printable(src)} holds full files ({listed([*full, *optimizers])}), and `ensure` writes none",
-            fix=f"{'DDP and FSDP2 load' if model is _WEIGHTS else 'FSDP2 loads'} them as they are, on any number of "
-            f"ranks; as shards: {weights.removesuffix('safetensors')}dcp",
+            f"{printable(src)} holds full files ({listed(full)}), and `ensure` writes none",
+            fix=f"{'DDP and FSDP2 load' if _OF_TRAINER in full else 'FSDP2 loads'} them as they are, on any number of "
+            f"ranks; for a run of DeepSpeed: --to zero; as shards: {weights.removesuffix('safetensors')}dcp",
         )
     if _TRAINER_STATE in names and not tags:
         if not optimizers:
@@ -277,11 +363,11 @@ def place_companions(source: LocalSource, target: str, ranks: int) -> None:
     Raises:
         StorageError: `storage.denied`, `storage.no_space` and the like.
     """
-    if source.distributed and not any(map(_SHARD_FOLDERS.fullmatch, os.listdir(source.home))):
+    if source.distributed and not source.full and not any(map(_SHARD_FOLDERS.fullmatch, os.listdir(source.home))):
         return  # the shards lie in the directory itself, and no trainer's files do
     with os.scandir(source.home) as entries:
         found = [e for e in entries if not e.name.startswith(".") and e.name not in (*POINTERS, MANIFEST, INCOMPLETE)]
-    files = {e.name: e.path for e in found if e.is_file()}
+    files = {e.name: e.path for e in found if e.is_file() and not (source.full and _is_full(e.name))}
     by_rank: dict[tuple[str, str], dict[int, str]] = {}
     for name in list(files):
         if (match := _RANK_FILE.fullmatch(name)) is not None:
@@ -300,6 +386,32 @@ def place_companions(source: LocalSource, target: str, ranks: int) -> None:
                 shards = source.distributed and _SHARD_FOLDERS.fullmatch(entry.name)
                 if entry.is_dir() and entry.name not in tops and not shards and not _holds_tag(entry.path):
                     _place_tree(entry.path, os.path.join(target, entry.name))
+
+
+def place_step(source: LocalSource, target: str) -> None:
+    """Fill a result of verl or SkyRL with what lies beside the models of a step, and name the step in its tracker.
+
+    The tracker, which is written last, makes the result complete. The function is idempotent.
+
+    Args:
+        source: A step with a checkpoint for each model.
+        target: The directory of the result, which holds the models.
+
+    Raises:
+        StorageError: `storage.denied`, `storage.no_space` and the like.
+    """
+    step, models = os.path.join(source.home, source.step), {tag.partition("/")[2] for tag in source.tags}
+    with writing(target):
+        with os.scandir(step) as entries:
+            beside = [e for e in entries if e.name not in models and not e.name.startswith(".")]
+        for entry in beside:
+            place = _place_tree if entry.is_dir() else _place
+            place(entry.path, os.path.join(target, source.step, entry.name))
+        own = [n for n in _TRACKERS if os.path.isfile(os.path.join(source.home, n))]
+        temporary = os.path.join(target, f".{uuid.uuid4().hex[:8]}.part")
+        with open(temporary, "w", encoding="ascii") as file:
+            file.write(source.step.rpartition("_")[2])
+        os.replace(temporary, os.path.join(target, (own or list(_TRACKERS))[0]))
 
 
 def place_schedulers(target: str, tags: tuple[str, ...]) -> None:
@@ -357,12 +469,15 @@ def _place(source: str, target: str) -> None:
 def finished(save_directory: str, tags: tuple[str, ...]) -> bool:
     """True if a result is complete.
 
-    A save directory is, if every tag has a manifest, and `latest`, which is written last, exists. A distributed
-    checkpoint has no tags, and its manifest in itself.
+    A save directory is, if every tag has a manifest, and `latest`, which is written last, exists; that of verl has its
+    tracker in place of `latest`. A distributed checkpoint has no tags, and its manifest in itself.
     """
     if not tags:
         return os.path.isfile(os.path.join(save_directory, MANIFEST))
     whole = all(os.path.isfile(os.path.join(save_directory, t, MANIFEST)) for t in tags)
+    step = tags[-1].partition("/")[0]
+    if "/" in tags[-1] and (match := _STEP.fullmatch(step)) is not None:
+        return whole and _tracked(save_directory) == match[1]
     return whole and _pointed_latest(save_directory) in tags
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from math import prod
 from typing import Any
 
 from pydantic import AliasChoices, Field, ValidationError
 
-from reshard.choices import OpaquePolicy, WeightDtype, ZeroStage
+from reshard.choices import OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import Inspection
 from reshard.options import DEFAULT_MEMORY_LIMIT_BYTES, FormatOptions, NativeLayout
 
 DISTRIBUTED = "dcp"
 """The target of distributed checkpoints, and the first word of the names of formats that are read as such."""
+_OF_RANKS = {"fsdp-ranks-": TargetFormat.FSDP_RANKS, "torch-checkpointing": TargetFormat.TORCH_CHECKPOINTING}
+"""The formats of files of FSDP's ranks, by the first words of the names that `inspect` gives them."""
 _BF16_OPTIMIZER = "deepspeed-bf16-optimizer"
 _DTYPES = {WeightDtype.FP32: "float32", WeightDtype.BF16: "bfloat16", WeightDtype.FP16: "float16"}
 _LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
@@ -97,7 +100,15 @@ class DistributedLayout(FormatOptions):
     """Keys and files as this framework loads them; None for any. Keys of results have its former name."""
 
 
-Layout = NativeLayout | DistributedLayout
+class RanksLayout(FormatOptions):
+    """One file for each rank of FSDP, as the source's framework saves them."""
+
+    to: TargetFormat
+    dp: int
+    """Number of ranks."""
+
+
+Layout = NativeLayout | DistributedLayout | RanksLayout
 """The layout of a result."""
 
 
@@ -205,6 +216,17 @@ class Wanted:
         said["framework"] = {("grammar" if name == "framework" else name): value for name, value in loader.items()}
         return repr(sorted((name, value) for name, value in said.items() if name != "memory_limit_bytes"))
 
+    def _of_ranks(self, own: TargetFormat) -> RanksLayout:
+        said = [f"--{axis}" for axis in ("tp", "pp", "ep") if (getattr(self, axis) or 1) > 1]
+        said += [] if self.zero_stage is None else ["--zero-stage"]
+        if said:
+            raise RequestError(
+                "request.invalid",
+                f"{', '.join(said)}: the source has one file for each rank of FSDP, and its run loads nothing else",
+                fix="for a run of DeepSpeed: --to zero; else leave it out",
+            )
+        return RanksLayout(to=own, dp=self.dp or self.processes or 1)
+
     def layout(self, found: Inspection) -> Layout:
         """The wanted layout, completed from a source.
 
@@ -214,6 +236,8 @@ class Wanted:
         kind = self.loader.kind
         if kind == DISTRIBUTED or (kind is None and is_distributed(found)):
             return DistributedLayout(framework=self.loader.framework)
+        if kind is None and (own := ranks_of(found)) is not None:
+            return self._of_ranks(own)
         sizes = {axis: getattr(self, axis) or found.world.get(axis, 1) for axis in ("tp", "pp", "ep")}
         dp = self.dp
         if dp is None:
@@ -238,6 +262,11 @@ class Wanted:
             ) from None
 
 
+def ranks_of(found: Inspection) -> TargetFormat | None:
+    """The format of files of FSDP's ranks that a checkpoint has; None for others."""
+    return next((to for label, to in _OF_RANKS.items() if found.format.startswith(label)), None)
+
+
 def is_distributed(found: Inspection) -> bool:
     """True for a distributed checkpoint."""
     return found.format.startswith(f"{DISTRIBUTED}-")
@@ -248,6 +277,8 @@ def fits(found: Inspection, layout: Layout, dtype: WeightDtype | None) -> bool:
     if isinstance(layout, DistributedLayout):
         same = layout.framework is None or found.format == f"{DISTRIBUTED}-{layout.framework}"
         return dtype is None and same and is_distributed(found)
+    if isinstance(layout, RanksLayout):
+        return dtype is None and ranks_of(found) is layout.to and prod(found.world.values()) == layout.dp
     stage = stage_of(found)
     if stage is None or (layout.zero_stage is not None and layout.zero_stage is not stage):
         return False
@@ -279,6 +310,8 @@ def name_of(tag: str, layout: Layout, dtype: WeightDtype | None, key: str) -> st
         return "-".join(
             (tag.replace("/", "_"), DISTRIBUTED, *([layout.framework] if layout.framework else []), key[:8])
         )
+    if isinstance(layout, RanksLayout):
+        return "-".join((tag.replace("/", "_"), layout.to.value, f"dp{layout.dp}", key[:8]))
     parts = [tag.replace("/", "_"), f"dp{layout.dp}"]
     parts += [f"{axis}{size}" for axis in ("tp", "pp", "ep") if (size := getattr(layout, axis)) > 1]
     parts += [] if layout.zero_stage is None else [f"zero{layout.zero_stage.value}"]
