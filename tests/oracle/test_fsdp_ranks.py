@@ -148,9 +148,7 @@ def test_items_for_the_same_ranks_are_those_of_the_manager(name: str, place: Pat
 
 
 @pytest.mark.parametrize("name", ITEMS)
-def test_items_go_over_other_ranks_and_over_dcp_and_back(
-    name: str, place: Path, tmp_path: Path
-) -> None:
+def test_items_go_over_other_ranks_and_over_dcp_and_back(name: str, place: Path, tmp_path: Path) -> None:
     case = rank_case(name, place)
     options: dict[str, Any] = {"to": "torch_checkpointing", "progress": False}
     reshard.convert(case.checkpoint, tmp_path / "three", dp=3, **options)
