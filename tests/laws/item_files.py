@@ -61,7 +61,7 @@ def save_items(
     def payload_of(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return _payload(tensors, mesh, how, rank)
 
-    return _save_all(payload_of, folder, world, how, change=change, change_metadata=change_metadata)
+    return save_payloads(payload_of, folder, world, how, change=change, change_metadata=change_metadata)
 
 
 def save_item_run(
@@ -77,10 +77,10 @@ def save_item_run(
         items = {"model": OrderedDict(of_rank(dict(model), mesh, made))}
         return {**items, "optimizer": {**states, "_optimizer_state_format_version": 1}, **others}
 
-    return _save_all(payload_of, folder, world, Items())
+    return save_payloads(payload_of, folder, world, Items())
 
 
-def _save_all(
+def save_payloads(
     payload_of: Callable[[int, DeviceMesh], dict[str, Any]],
     folder: Path,
     world: World,
@@ -89,6 +89,7 @@ def _save_all(
     change: Change | None = None,
     change_metadata: Callable[[dict[str, Any]], None] | None = None,
 ) -> Path:
+    """The files of each rank's payload, and `metadata.pkl` if an item is described."""
     folder.mkdir(parents=True, exist_ok=True)
     specs: dict[str, dict[str, dict[str, Any]]] = {}
     for rank in range(world.size):

@@ -192,14 +192,21 @@ def fits(optimizer: Node, shapes: Mapping[str, Shape]) -> bool:
         shapes: The shapes of the model's tensors by name.
     """
     entries = entries_of(optimizer)
-    groups = [entries_of(group) for _, group in below(GROUPS, entries[GROUPS])]
-    names = [n for g in groups for key in (PARAMS, _NAMES) for _, n in below(key, g.get(key)) if isinstance(n, str)]
-    members = [m for g in groups for _, m in below(PARAMS, g.get(PARAMS))]
-    if names:
-        return {*map(plain_name, names)} <= {*map(plain_name, shapes)}
-    states = entries_of(entries[STATE])
-    held = Counter(shape for key in members if (shape := _shape_of(states.get(key))) is not None)
-    return len(members) <= len(shapes) and held <= Counter(shapes.values())
+    states, plain = entries_of(entries[STATE]), {plain_name(name): shape for name, shape in shapes.items()}
+    named: dict[str, Node] = {}
+    numbered: list[Node] = []
+    for group in (entries_of(group) for _, group in below(GROUPS, entries[GROUPS])):
+        names = [n for _, n in below(_NAMES, group.get(_NAMES))]
+        keys = [m for _, m in below(PARAMS, group.get(PARAMS))] or names
+        for key, name in zip(keys, names if len(names) == len(keys) else keys, strict=True):
+            held = states.get(key) if isinstance(key, str | int) else None
+            if isinstance(name, str):
+                named[plain_name(name)] = held
+            else:
+                numbered.append(held)
+    held = Counter(shape for node in numbered if (shape := _shape_of(node)) is not None)
+    same = all(plain.get(name) == (_shape_of(node) or plain.get(name)) for name, node in named.items())
+    return named.keys() <= plain.keys() and same and len(numbered) <= len(shapes) and held <= Counter(shapes.values())
 
 
 def shape_of(node: Node) -> Shape | None:

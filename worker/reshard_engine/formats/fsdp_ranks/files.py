@@ -14,7 +14,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
 from typing import Any, cast
 
 from reshard.choices import MANIFEST, RankFramework
@@ -210,13 +209,19 @@ def _with_item(patterns: Sequence[str]) -> str:
     """The pattern with `{item}` for patterns that differ in one word; empty if they differ in more, or in numbers."""
     if len(patterns) < 2:
         return ""
-    head = re.sub(r"[^\W_]+$", "", commonprefix(patterns))
-    shared = commonprefix([p[len(head) :][::-1] for p in patterns])[::-1]
-    tail = re.sub(r"^[^\W_]+", "", shared)
+    head = re.sub(r"[^\W_]+$", "", patterns[0][: _alike(patterns)])
+    ends = [p[len(head) :][::-1] for p in patterns]
+    tail = re.sub(r"^[^\W_]+", "", ends[0][: _alike(ends)][::-1])
     words = [p[len(head) : len(p) - len(tail)] for p in patterns]
     whole = f"{head}{ITEM}{tail}"
     plain = all(word and RANK not in word and not re.search(r"\d", word) for word in words)
     return whole if plain and whole.count(RANK) == 1 else ""
+
+
+def _alike(texts: Sequence[str]) -> int:
+    """The number of characters with which all texts begin alike."""
+    differing = (i for i, chars in enumerate(zip(*texts, strict=False)) if len({*chars}) > 1)
+    return next(differing, min(map(len, texts)))
 
 
 # How the run saved them, for a target of the same kind.

@@ -55,7 +55,7 @@ from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
-_OF_ONE_MODEL = ("param_order", "buffers", "scheduler_key", "model_key", "optimizer_key")
+_FOLLOWED = ("param_order", "buffers", "scheduler_key", "model_key", "optimizer_key")
 
 
 class FullPairReader:
@@ -75,7 +75,7 @@ class FullPairReader:
             RequestError: `request.invalid` for choices that the source does not leave.
         """
         text = f"{printable(location.url)} holds one model, its optimizer and its scheduler"
-        refuse_choices(options.choices.model_copy(update=dict.fromkeys(_OF_ONE_MODEL[:-1])), text)
+        refuse_choices(options.choices.model_copy(update=dict.fromkeys(_FOLLOWED)), text)
         return _assembled(open_pair(location, listing, options.ledger, options.choices), location, options)
 
 

@@ -1,0 +1,424 @@
+"""Saves with two of everything: what belongs together is told, the choice is asked for, and the chosen run goes on.
+
+Every source is saved with real modules and real optimizers after three steps. What is read is compared with them bit
+for bit, and so is the next step of training.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import reshard
+from laws.dcp_files import Save, Sharded, save as save_dcp
+from laws.item_files import Items, save_payloads
+from laws.rank_files import ROWS, World, of_rank
+from oracle.whole_tensors import whole
+from reshard.errors import ReshardError, SourceError
+from reshard.models.jobs import ConvertResult, Inspection
+
+State = dict[str, Any]
+
+
+def _net(sizes: tuple[int, int], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    first, last = nn.Linear(5, sizes[0]), nn.Linear(sizes[0], sizes[1])
+    return nn.Sequential(OrderedDict(body=first, act=nn.Tanh(), head=last))
+
+
+def _step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    data = torch.arange(10, dtype=torch.float32).reshape(2, 5) / (number + 3)
+    optimizer.zero_grad()
+    net(data).square().mean().backward()
+    optimizer.step()
+
+
+class Live:
+    """A run of two models, each with its optimizer, and an average of the first one."""
+
+    def __init__(self, *, alike: bool = False) -> None:
+        """Train both for three steps; `alike` gives both the same shapes."""
+        self.nets = {"a": _net((4, 3), 1), "b": _net((4, 3) if alike else (6, 2), 2)}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            "a": torch.optim.AdamW(self.nets["a"].parameters(), lr=0.01, weight_decay=0.1),
+            "b": torch.optim.AdamW(self.nets["b"].parameters(), lr=0.03, betas=(0.5, 0.9)),
+        }
+        for number in range(3):
+            for key, net in self.nets.items():
+                _step(net, self.optimizers[key], number)
+
+    def model(self, key: str) -> State:
+        return dict(self.nets[key].state_dict())
+
+    def average(self) -> State:
+        return {name: tensor * 0.5 for name, tensor in self.model("a").items()}
+
+    def numbered(self, key: str) -> State:
+        return self.optimizers[key].state_dict()
+
+    def named(self, key: str) -> State:
+        return get_optimizer_state_dict(self.nets[key], self.optimizers[key])
+
+
+def _cut(value: Any) -> Any:
+    """The value with sharded tensors in place of those that have rows."""
+    if isinstance(value, torch.Tensor):
+        return Sharded(value.detach().clone(), ROWS) if value.dim() else value
+    return {k: _cut(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _of_ranks(folder: Path, payloads: Mapping[str, State], world: int = 2) -> Path:
+    """Files of ranks of FSDP2, each under a name with `{rank}`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(world):
+        with World((world,)).mesh_of(rank) as mesh:
+            for name, value in payloads.items():
+                torch.save(of_rank(_cut(value), mesh, {}), folder / name.format(rank=rank))
+    return folder
+
+
+def _two_in_one(live: Live) -> State:
+    return {"gen": live.model("a"), "disc": live.model("b"), "opt_g": live.numbered("a"), "opt_d": live.numbered("b")}
+
+
+def _two_named(live: Live) -> State:
+    return {"gen": live.model("a"), "disc": live.model("b"), "opt_g": live.named("a"), "opt_d": live.named("b")}
+
+
+def _file(value: Callable[[Live], State], name: str = "a.pt") -> Callable[[Live, Path], Path]:
+    def write(live: Live, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        torch.save(value(live), folder / name)
+        return folder / name
+
+    return write
+
+
+def _lightning(state: State, optimizers: list[State], **more: Any) -> State:
+    """A checkpoint of Lightning.
+
+    Source: lightning 2.6.6 `pytorch/trainer/connectors/checkpoint_connector.py` (`dump_checkpoint`).
+    """
+    return {
+        "epoch": 1, "global_step": 3, "pytorch-lightning_version": "2.6.6", "state_dict": state, "loops": {},
+        "callbacks": {}, "optimizer_states": optimizers, "lr_schedulers": [], **more,
+    }  # fmt: skip
+
+
+def _gan(live: Live) -> State:
+    """Both models in one module, whose optimizers have numbers of their own."""
+    both = {f"{key}.{n}": t for key in ("a", "b") for n, t in live.model(key).items()}
+    return _lightning(both, [live.numbered("a"), live.numbered("b")])
+
+
+def _averaged(live: Live) -> State:
+    """As `WeightAveraging` saves: the average under `state_dict`, the weights that are trained beside it.
+
+    Source: lightning 2.6.6 `pytorch/callbacks/weight_averaging.py` (`on_save_checkpoint`).
+    """
+    more = {"current_model_state": live.model("a"), "averaging_state": {"n_averaged": torch.tensor(2)}}
+    return _lightning(live.average(), [live.numbered("a")], **more)
+
+
+def _callback(live: Live) -> State:
+    """A callback that keeps an average as its own state."""
+    shadow = {"EMA": {"decay": 0.999, "shadow": live.average()}}
+    return _lightning(live.model("a"), [live.numbered("a")], callbacks=shadow)
+
+
+def _accelerate_ranks(live: Live, folder: Path) -> Path:
+    return _of_ranks(folder, {
+        f"{what}_{i}_rank{{rank}}.bin": value
+        for i, key in enumerate("ab")
+        for what, value in (("pytorch_model_fsdp", live.model(key)), ("optimizer", live.named(key)))
+    })  # fmt: skip
+
+
+def _accelerate_full(live: Live, folder: Path) -> Path:
+    folder.mkdir()
+    for key, number in (("a", ""), ("b", "_1")):
+        torch.save(live.model(key), folder / f"pytorch_model_fsdp{number}.bin")
+        torch.save(live.named(key), folder / f"optimizer{number}.bin")
+    return folder
+
+
+def _verl(live: Live, folder: Path) -> Path:
+    for key, role in (("a", "actor"), ("b", "critic")):
+        names = {f"{what}_world_size_2_rank_{{rank}}.pt": value for what, value in
+                 (("model", live.model(key)), ("optim", live.numbered(key)))}  # fmt: skip
+        for step in (2, 10):
+            _of_ranks(folder / f"global_step_{step}" / role, names)
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
+    return folder
+
+
+def _items(live: Live, folder: Path) -> Path:
+    names = {key: [*live.nets[key].state_dict()] for key in "ab"}
+
+    def optimizer(key: str) -> State:
+        states = live.named(key)
+        groups = [{"param_names": names[key], **{k: v for k, v in g.items() if k != "params"}}
+                  for g in states["param_groups"]]  # fmt: skip
+        return {"state": states["state"], "param_groups": groups, "_optimizer_state_format_version": 1}
+
+    payload = {"actor": live.model("a"), "critic": live.model("b"), "optimizer": optimizer("a"),
+               "optimizer_critic": optimizer("b")}  # fmt: skip
+    return save_payloads(
+        lambda _, mesh: of_rank(_cut(payload), mesh, {}), folder, World((2,)), Items(described=tuple(payload))
+    )
+
+
+def _dcp(live: Live, folder: Path) -> Path:
+    save_dcp(_cut(_two_named(live)), folder, Save((2,)))
+    return folder
+
+
+def _one_per_rank(live: Live, folder: Path) -> Path:
+    return _of_ranks(folder, {"save-{rank}.pt": _two_named(live)})
+
+
+def _item_per_rank(live: Live, folder: Path) -> Path:
+    return _of_ranks(folder, {f"{key}.{{rank}}.pth": value for key, value in _two_named(live).items()})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of save.
+
+    Attributes:
+        write: Saves it.
+        asked: The texts that the refusal's fix has, of which each chooses; none if the files prove the answer.
+        told: Texts by which `inspect`, or its refusal, says what there is and what belongs together.
+        picks: For each model of the run the choices that read it.
+        others: Names of what is then not read.
+        carried: Those of them that a distributed checkpoint holds.
+        prefix: What its names have before those of the live module.
+        always: Options that each call has.
+    """
+
+    write: Callable[[Live, Path], Path]
+    asked: tuple[str, ...]
+    told: tuple[str, ...]
+    picks: Mapping[str, dict[str, Any]]
+    others: Mapping[str, tuple[str, ...]]
+    carried: bool = False
+    prefix: Mapping[str, str] = field(default_factory=dict[str, str])
+    always: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+_PAIRS = ("--model-key gen --optimizer-key opt_g", "--model-key disc --optimizer-key opt_d")
+_FITS = ("opt_g fits gen", "opt_d fits disc")
+_GAN_PICKS = {
+    "a": {"model_key": "gen", "optimizer_key": "opt_g"},
+    "b": {"model_key": "disc", "optimizer_key": "opt_d"},
+}
+_GAN_OTHERS = {"a": ("disc", "opt_d"), "b": ("gen", "opt_g")}
+_B_NAMES = tuple(f"b.{n}" for n, _ in _net((6, 2), 0).named_parameters())
+_A_NAMES = tuple(f"a.{n}" for n, _ in _net((4, 3), 0).named_parameters())
+CASES: dict[str, Case] = {
+    "a file with an average": Case(
+        _file(lambda live: {"model": live.model("a"), "ema": live.average(), "optimizer": live.numbered("a")}),
+        ("--model-key model", "--model-key ema"),
+        ("2 models with the same names: model, ema", "optimizer fits model and ema"),
+        {"a": {"model_key": "model"}},
+        {"a": ("ema",)},
+        carried=True,
+    ),
+    "a file of a GAN": Case(_file(_two_in_one), _PAIRS, _FITS, _GAN_PICKS, _GAN_OTHERS, carried=True),
+    "a file with another's optimizer": Case(
+        _file(
+            lambda live: {
+                "model": live.model("a"),
+                "optimizer_critic": live.numbered("b"),
+                "optimizer": live.numbered("a"),
+            }
+        ),
+        (),
+        ("it also holds optimizer_critic",),
+        {"a": {}},
+        {"a": ("optimizer_critic",)},
+        carried=True,
+    ),
+    "a file of actor and critic": Case(
+        _file(
+            lambda live: {
+                "model": live.model("a"),
+                "critic": live.model("b"),
+                "optimizer": live.numbered("a"),
+                "optimizer_critic": live.numbered("b"),
+            }
+        ),
+        ("--model-key model --optimizer-key optimizer,", "--model-key critic --optimizer-key optimizer_critic"),
+        ("optimizer fits model;", "optimizer_critic fits critic"),
+        {"a": {"model_key": "model"}, "b": {"model_key": "critic", "optimizer_key": "optimizer_critic"}},
+        {"a": ("critic", "optimizer_critic"), "b": ("model", "optimizer")},
+        carried=True,
+    ),
+    "Lightning's two optimizers": Case(
+        _file(_gan, "a.ckpt"),
+        ("--optimizer-key optimizer_states.0", "--optimizer-key optimizer_states.1"),
+        ("holds 2 optimizers: optimizer_states.0, optimizer_states.1",),
+        {
+            "a": {"optimizer_key": "optimizer_states.0", "param_order": _A_NAMES},
+            "b": {"optimizer_key": "optimizer_states.1", "param_order": _B_NAMES},
+        },
+        {"a": ("optimizer_states.1",), "b": ("optimizer_states.0",)},
+        carried=True,
+        prefix={"a": "a.", "b": "b."},
+        always={"buffers": "none"},
+    ),
+    "Lightning's average": Case(
+        _file(_averaged, "a.ckpt"),
+        ("--model-key state_dict", "--model-key current_model_state"),
+        ("state_dict, current_model_state", "optimizer_states.0 fits state_dict and current_model_state"),
+        {"a": {"model_key": "current_model_state"}},
+        {"a": ("state_dict",)},
+        carried=True,
+    ),
+    "an average in a callback of Lightning": Case(
+        _file(_callback, "a.ckpt"), (), (), {"a": {}}, {"a": ("callbacks",)}, carried=True
+    ),
+    "Accelerate's ranks": Case(
+        _accelerate_ranks,
+        ("--model-key pytorch_model_fsdp_0", "--model-key pytorch_model_fsdp_1"),
+        ("optimizer_0 is that of pytorch_model_fsdp_0", "optimizer_1 is that of pytorch_model_fsdp_1"),
+        {
+            "a": {"model_key": "pytorch_model_fsdp_0", "optimizer_key": "optimizer_0"},
+            "b": {"optimizer_key": "optimizer_1"},
+        },
+        {
+            "a": tuple(f"{w}_1_rank{r}.bin" for w in ("pytorch_model_fsdp", "optimizer") for r in range(2)),
+            "b": tuple(f"{w}_0_rank{r}.bin" for w in ("pytorch_model_fsdp", "optimizer") for r in range(2)),
+        },
+    ),
+    "Accelerate's full files": Case(
+        _accelerate_full,
+        ("--model-key pytorch_model_fsdp", "--model-key pytorch_model_fsdp_1"),
+        ("optimizer is that of pytorch_model_fsdp;", "optimizer_1 is that of pytorch_model_fsdp_1"),
+        {
+            "a": {"model_key": "pytorch_model_fsdp"},
+            "b": {"model_key": "pytorch_model_fsdp_1", "optimizer_key": "optimizer_1"},
+        },
+        {"a": ("pytorch_model_fsdp_1.bin", "optimizer_1.bin"), "b": ("pytorch_model_fsdp.bin", "optimizer.bin")},
+    ),
+    "a run of verl": Case(
+        _verl,
+        ("--tag global_step_10/actor", "--tag global_step_10/critic"),
+        ("holds 2 models, each with a training state of its own: global_step_10/actor, global_step_10/critic",),
+        {"a": {"tag": "global_step_10/actor"}, "b": {"tag": "global_step_10/critic"}},
+        {"a": (), "b": ()},
+    ),
+    "items of torch_checkpointing": Case(
+        _items,
+        ("--model-key actor --optimizer-key optimizer,", "--model-key critic --optimizer-key optimizer_critic"),
+        ("optimizer fits actor;", "optimizer_critic fits critic"),
+        {"a": {"model_key": "actor"}, "b": {"model_key": "critic", "optimizer_key": "optimizer_critic"}},
+        {"a": ("critic", "optimizer_critic"), "b": ("actor", "optimizer")},
+    ),
+    "a distributed checkpoint": Case(
+        _dcp,
+        ("--model-key gen", "--model-key disc"),
+        ("2 places hold all parameters of an optimizer: gen, disc",),
+        _GAN_PICKS,
+        _GAN_OTHERS,
+        carried=True,
+        always={"target_model_key": "model", "target_optimizer_key": "optimizer"},
+    ),
+    "one file of each rank": Case(
+        _one_per_rank, _PAIRS, _FITS, _GAN_PICKS, _GAN_OTHERS, always={"rank_files": "save-{rank}.pt"}
+    ),
+    "a file of each item and rank": Case(
+        _item_per_rank, _PAIRS, _FITS, _GAN_PICKS, _GAN_OTHERS, always={"rank_files": "{item}.{rank}.pth"}
+    ),
+}
+_EACH = [pytest.param(case, id=name) for name, case in CASES.items()]
+
+
+def _convert(case: Case, source: Path, out: Path, **options: Any) -> ConvertResult:
+    to = {"to": "dcp", "framework": "state-dict"} if options.get("to", "dcp") == "dcp" else {}
+    return reshard.convert(source, out, progress=False, **{**to, **_own(case, to), **options})
+
+
+def _own(case: Case, to: Mapping[str, str]) -> dict[str, Any]:
+    return {k: v for k, v in case.always.items() if to or not k.startswith("target_")}
+
+
+def _inspected(case: Case, source: Path) -> str:
+    """What `inspect` says: its warnings, or its refusal."""
+    try:
+        found: Inspection = reshard.inspect(source, **_own(case, {}))
+    except ReshardError as refused:
+        return f"{refused.message} {refused.fix}"
+    return " ".join((*found.warnings, *(n.path for n in found.not_carried)))
+
+
+@pytest.mark.parametrize("case", _EACH)
+def test_what_belongs_together_is_told_and_asked_for(case: Case, tmp_path: Path) -> None:
+    source = case.write(Live(), tmp_path / "in")
+    said = _inspected(case, source)
+    assert all(text in said for text in case.told), said
+    if not case.asked:
+        return
+    assert all(flags.rstrip(",") in said for flags in case.asked), said
+    for to in ("universal", "dcp"):
+        with pytest.raises(SourceError) as refused:
+            _convert(case, source, tmp_path / "no", to=to)
+        assert refused.value.code == "checkpoint.ambiguous"
+        assert all(flags in f"{refused.value.fix}," for flags in case.asked), refused.value.fix
+        assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("case", _EACH)
+def test_the_chosen_run_goes_on(case: Case, tmp_path: Path) -> None:
+    live = Live()
+    source = case.write(live, tmp_path / "in")
+    for key, picked in case.picks.items():
+        result = _convert(case, source, tmp_path / key, **picked)
+        found = whole(tmp_path / key)
+        _assert_run(found, copy.deepcopy(live.nets[key]), live.optimizers[key], case.prefix.get(key, ""))
+        named = {n.path for n in result.not_carried}
+        for other in case.others[key]:  # the target's own model and optimizer have the usual keys
+            carried = case.carried and other not in ("model", "optimizer")
+            assert (other in found, other in named)[not carried], (other, named)
+            assert not (carried and other in named)
+        zero = _convert(case, source, tmp_path / f"{key}-zero", to="universal", **picked)
+        lost = {n.path for n in zero.not_carried}
+        client = "callbacks"  # a script's own state, which DeepSpeed's client state has a place for
+        assert all(o in lost for o in case.others[key] if o != client), (lost, case.others[key])
+
+
+def _assert_run(found: State, net: nn.Module, optimizer: torch.optim.Optimizer, prefix: str) -> None:
+    """The target holds the live run bit for bit, and a run that begins with it makes the same next step."""
+    weights = {n.removeprefix(prefix): t for n, t in found["model"].items() if n.startswith(prefix)}
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+    states = {n.removeprefix(prefix): s for n, s in found["optimizer"]["state"].items()}
+    numbers = [name for name, _ in net.named_parameters()]
+    own = optimizer.state_dict()
+    assert states.keys() == {*numbers}
+    for number, name in enumerate(numbers):
+        assert states[name].keys() == own["state"][number].keys()
+        assert all(torch.equal(states[name][k], v) for k, v in own["state"][number].items()), name
+    fresh = copy.deepcopy(net)
+    for parameter in fresh.parameters():
+        parameter.data.zero_()
+    fresh.load_state_dict(weights)
+    groups = [
+        {**g, "params": [n.removeprefix(prefix) for n in g["params"]]} for g in found["optimizer"]["param_groups"]
+    ]
+    began = torch.optim.AdamW(fresh.parameters(), lr=1.0)
+    set_optimizer_state_dict(fresh, began, {"state": states, "param_groups": groups})
+    goes_on = torch.optim.AdamW(net.parameters())
+    goes_on.load_state_dict(copy.deepcopy(own))
+    for one, other in ((fresh, began), (net, goes_on)):
+        _step(one, other, 7)
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), net.parameters(), strict=True))
