@@ -51,7 +51,7 @@ def named(paths: Iterable[str], reason: str) -> tuple[NotCarried, ...]:
 def training_state(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     """The optimizer and each entry of the run's state, for targets that hold no training state."""
     others = checkpoint.facts.of_others(checkpoint)
-    optimizer = ["optimizer"] if checkpoint.optimizer is not None else []
+    optimizer = ["optimizer"] if checkpoint.optimizer is not None or checkpoint.no_optimizer else []
     state = [key for key in map(str, checkpoint.facts.run_state(checkpoint)) if key not in others]
     return (*named([*optimizer, *state], NO_TRAINING_STATE), *named(others, OF_ANOTHER))
 

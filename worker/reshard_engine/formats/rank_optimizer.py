@@ -32,6 +32,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.dtensors import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import plain_name
+from reshard_engine.formats.numbered import only_way
 from reshard_engine.formats.torch_archive import scalar_node
 from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, foreign_paths
@@ -386,8 +387,8 @@ class _Reading:
         """
         names, ties = self._candidates()
         parameters, keys, own = {*names}, sorted(self._members, key=int), self._own_names()
-        if own or isinstance(self._order, tuple):
-            names, ties = (list(map(self._named, own)) if own else self._said(len(keys))), {}
+        if told := own or self._told(keys, names, shapes if lengths is None else None):
+            names, ties = list(map(self._named, told)), {}
         elif len(names) != len(keys):
             if (adapter := self._of_adapter(names, shapes)) is not None:
                 return adapter
@@ -425,6 +426,14 @@ class _Reading:
                 raise _Unread(text, f"{_SAY_ORDER}; {model}")
             self._found.assumed = (_IN_ORDER,)
         return found
+
+    def _told(self, keys: Sequence[Key], names: Sequence[str], shapes: Mapping[Key, Shape] | None) -> list[str]:
+        """The names that the user lists, or that shapes prove where nobody knows how the run made its optimizer."""
+        if isinstance(self._order, tuple):
+            return self._said(len(keys))
+        if self._of_model or self._order is not None or shapes is None:
+            return []
+        return only_way([shapes.get(key) for key in keys], {name: self._shapes[name] for name in names}) or []
 
     def _own_names(self) -> list[str]:
         """The names that the groups keep, of an optimizer that was made of named parameters; none if one keeps none.
@@ -465,6 +474,8 @@ class _Reading:
             return None
         found = dict(zip(trained, names, strict=True))
         if any(shapes[k] != self._shapes[n] for k, n in found.items()):
+            return None
+        if not self._of_model and not self._proven(names):
             return None
         self._found.adapter_alone = True
         self._found.assumed = (_OF_ADAPTER,)

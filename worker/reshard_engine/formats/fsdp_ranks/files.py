@@ -75,9 +75,11 @@ class RankSet:
 
 RANK, ITEM, _ANY_TEXT = "{rank}", "{item}", "*"
 _PLACES = re.compile(r"\{rank\}|\{item\}|\*")
-_OF_PLACE = {RANK: r"(?<!\d)(?P<rank>\d{1,6})(?!\d)", ITEM: r"(?P<item>[^/]+?)"}
+_OF_PLACE = {RANK: r"(?<![0-9])(?P<rank>[0-9]{1,6})(?![0-9])", ITEM: r"(?P<item>[^/]+?)"}
 _MOST_TEXTS = 2
 """Texts of any length in a pattern: with more of them, a long name takes long to compare."""
+_NAMED_AT_MOST = 9
+"""Missing files that a refusal makes names for: as many as it shows, and one more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,8 @@ class NamedFiles:
 
     def missing(self, world: int) -> SourceError:
         """The refusal of a save of which the files of some ranks are not there."""
-        first = {item: files[0].name for item, files in self.items.items()}
-        names = [_name_of(self.pattern, n, rank) for n in first.values() for rank in range(self.world, world)]
-        return _missing(names, world)
+        names = {item: (files[0].name, range(self.world, world)) for item, files in self.items.items()}
+        return _missing(self.pattern, names, world)
 
 
 def _name_of(pattern: str, first: str, rank: int) -> str:
@@ -106,9 +107,18 @@ def _name_of(pattern: str, first: str, rank: int) -> str:
     return f"{first[:begin]}{rank:0{end - begin}d}{first[end:]}"
 
 
-def _missing(names: Sequence[str], world: int) -> SourceError:
-    are = "is" if len(names) == 1 else "are"
-    text = f"{counted(len(names), 'file')} of {world} ranks {are} missing: {listed(list(map(printable, names)))}"
+def _missing(pattern: str, lacking: Mapping[str, tuple[str, Sequence[int]]], world: int) -> SourceError:
+    """The refusal of files that are not there.
+
+    Args:
+        pattern: The pattern of the names.
+        lacking: For each item the name of one of its files, and the ranks of those that are missing.
+        world: The number of ranks.
+    """
+    count = sum(len(ranks) for _, ranks in lacking.values())
+    names = [_name_of(pattern, some, rank) for some, ranks in lacking.values() for rank in ranks[:_NAMED_AT_MOST]]
+    are = "is" if count == 1 else "are"
+    text = f"{counted(count, 'file')} of {world} ranks {are} missing: {listed(list(map(printable, names)))}"
     return SourceError("checkpoint.incomplete", text, fix=_ONE_PLACE)
 
 
@@ -126,7 +136,7 @@ def _named(pattern: str) -> re.Pattern[str]:
         why = f"`*` stands in it {_MOST_TEXTS} times at most"
     elif "/" in pattern or "\\" in pattern:
         why = "files lie in the directory that SRC names, and it names no other"
-    elif re.search(r"\d\{rank\}|\{rank\}\d", pattern):
+    elif re.search(r"[0-9]\{rank\}|\{rank\}[0-9]", pattern):
         why = f"no digit stands beside {RANK}: the number of a rank ends where digits end"
     if why:
         text = f"--rank-files {printable(pattern)!r}: {why}"
@@ -171,12 +181,10 @@ def named_files(location: Location, listing: Listing, pattern: str) -> NamedFile
         )
     (items,) = saves.values()
     world = 1 + max(rank for by_rank in items.values() for rank in by_rank)
-    lacking: list[str] = []
-    for by_rank in items.values():
-        some = next(iter(by_rank.values()))
-        lacking += [_name_of(pattern, some, rank) for rank in range(world) if rank not in by_rank]
+    ranks = {item: [r for r in range(world) if r not in by_rank] for item, by_rank in items.items()}
+    lacking = {item: (next(iter(by_rank.values())), ranks[item]) for item, by_rank in items.items() if ranks[item]}
     if lacking:
-        raise _missing(lacking, world)
+        raise _missing(pattern, lacking, world)
     files = {
         item: tuple(SourceFile(location.store, by_rank[r], (infos[by_rank[r]],)) for r in range(world))
         for item, by_rank in items.items()
@@ -198,7 +206,7 @@ def suggested_patterns(names: Iterable[str]) -> str:
     found: dict[str, set[int]] = {}
     for name in names:
         if name.endswith(_SUFFIXES) and not _PLACES.search(name):
-            for match in re.finditer(r"\d{1,6}", name):
+            for match in re.finditer(r"[0-9]{1,6}", name):
                 found.setdefault(f"{name[: match.start()]}{RANK}{name[match.end() :]}", set()).add(int(match[0]))
     counting = [p for p, ranks in sorted(found.items()) if len(ranks) > 1 and ranks == {*range(len(ranks))}]
     counting = [one] if (one := _with_item(counting)) else counting
