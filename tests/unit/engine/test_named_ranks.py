@@ -74,7 +74,7 @@ def save(
 
 
 def convert(source: Path, out: Path, pattern: str = PATTERN, **options: Any) -> ConvertResult:
-    to = {"to": "dcp", "framework": "state-dict"}
+    to: dict[str, Any] = {"to": "dcp", "framework": "state-dict"}
     return reshard.convert(source, out, rank_files=pattern, progress=False, **{**to, **options})
 
 
@@ -313,7 +313,7 @@ class _Runs:
 
 
 def _code(folder: Path) -> None:
-    value = {"model": {}, "x": _Runs()}
+    value: State = {"model": {}, "x": _Runs()}
     torch.save(value, folder / "ckpt_1.pt", pickle_module=pickle)
 
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 def _net(sizes: tuple[int, int], seed: int) -> nn.Module:
-    torch.manual_seed(seed)
+    torch.random.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     first, last = nn.Linear(5, sizes[0]), nn.Linear(sizes[0], sizes[1])
     return nn.Sequential(OrderedDict(body=first, act=nn.Tanh(), head=last))
 
@@ -73,7 +73,7 @@ def _cut(value: Any) -> Any:
     """The value with sharded tensors in place of those that have rows."""
     if isinstance(value, torch.Tensor):
         return Sharded(value.detach().clone(), ROWS) if value.dim() else value
-    return {k: _cut(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return {k: _cut(v) for k, v in cast("State", value).items()} if isinstance(value, dict) else value
 
 
 def _of_ranks(folder: Path, payloads: Mapping[str, State], world: int = 2) -> Path:
@@ -344,7 +344,7 @@ _EACH = [pytest.param(case, id=name) for name, case in CASES.items()]
 
 
 def _convert(case: Case, source: Path, out: Path, **options: Any) -> ConvertResult:
-    to = {"to": "dcp", "framework": "state-dict"} if options.get("to", "dcp") == "dcp" else {}
+    to: dict[str, Any] = {"to": "dcp", "framework": "state-dict"} if options.get("to", "dcp") == "dcp" else {}
     return reshard.convert(source, out, progress=False, **{**to, **_own(case, to), **options})
 
 

@@ -321,8 +321,8 @@ def _refuse_roles(location: Location, below: _Below, listing: Listing) -> None:
     steps = [d for d in names if _ROLES_UNDER.fullmatch(d)]
     if steps:
         step = f"{max(steps, key=_by_number)}/"
-        ((_, inside),) = below.look([step[:-1]]).values()
-        names = inside.directories
+        looked = below.look(names)
+        names = looked[step[:-1]][1].directories if step[:-1] in looked else ()
     roles = [f"{step}{d}" for d in names if not d.startswith(".") and not re.search(r"\d", d)]
     looked = below.look(roles) if len(roles) > 1 else {}
     found = [p for p in roles if p in looked and (k := _recognise(*looked[p], p)) is not None and k.format.of_training]

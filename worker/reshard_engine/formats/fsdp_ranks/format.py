@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, TypeVar
 
 from reshard.choices import RankFramework, TargetFormat
@@ -48,6 +49,7 @@ from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
 from reshard_engine.formats.numbered import (
     Sections,
     Several,
+    below,
     entries_of,
     is_model,
     is_optimizer,
@@ -441,20 +443,19 @@ class _Contents:
             return
         for key, node in mapping_items(root, what=what).items():
             found = Sections.of({key: node})
-            kinds = (
-                (self.models, found.models),
-                (self.optimizers, found.optimizers),
-                (self.schedulers, found.schedulers),
-            )
-            for into, held in kinds:
+            inner = [*entries_of(node)] if is_mapping(node) else [*range(len(dict(below(key, node))))]
+            paths = {f"{key}.{one}": (key, one) for one in inner} | {str(key): (key,)}
+            kinds = ((self.models, found.models), (self.optimizers, found.optimizers))
+            for into, held in (*kinds, (self.schedulers, found.schedulers)):
                 for name, value in held.items():
-                    inner = name.removeprefix(f"{key}.") if name != str(key) else None
-                    number = int(inner) if inner is not None and not is_mapping(node) else inner
-                    self._put(into, _Place(item, (key,) if number is None else (key, number)), value)
-            for one, value in found.rest.items():
-                self._put(self.rest, _Place(item, (one,)), value)
+                    self._put(into, _Place(item, paths[name]), value)
+            for value in found.rest.values():
+                self._put(self.rest, _Place(item, (key,)), value)
 
     def _put(self, into: dict[str, Node], place: _Place, node: Node) -> None:
+        if place.key in self.places:
+            text = f"two entries of the first rank's files are called {printable(place.key)}"
+            raise SourceError("checkpoint.ambiguous", text, fix="name the files of one of them by --rank-files")
         self.places[place.key] = place
         into[place.key] = node
 
@@ -562,9 +563,7 @@ class _NamedAssembly(_Assembly):
         others = [k for k in (*contents.models, *contents.optimizers) if k not in self._read_keys]
         found.not_carried += named(others, OF_ANOTHER)
         schedulers: dict[str, Node] = {}
-        for key in (*contents.schedulers, *contents.rest):
-            place = contents.places[key]
-            values = self._values(place)
+        for key, values in self._values([*contents.schedulers, *contents.rest]).items():
             if is_sharded(values[0].node):
                 found.not_carried += named([key], _SHARDED)
             elif not all(values[0].equals(other) for other in values[1:]):
@@ -572,23 +571,30 @@ class _NamedAssembly(_Assembly):
             elif key in contents.schedulers:
                 schedulers[key] = self._carried(values[0])
             else:
+                place = contents.places[key]
                 found.client_state[key if place.item else place.path[0]] = self._carried(values[0])
         found.schedulers, found.scheduler_keys = tuple(schedulers.values()), tuple(schedulers)
         chosen = self._options.choices.scheduler_key
         found.own_scheduler, found.undecided = own_scheduler([*schedulers], len(contents.optimizers), chosen)
         return found
 
-    def _values(self, place: _Place) -> list[Value]:
-        """The value of an entry by rank."""
-        files = self._named.items[place.item]
-        ranks = {f.name: rank for rank, f in enumerate(files)}
+    def _values(self, keys: Sequence[str]) -> dict[str, list[Value]]:
+        """The values of entries by rank. Each file is read once."""
+        by_item: dict[str, list[str]] = {}
+        for key in keys:
+            by_item.setdefault(self._contents.places[key].item, []).append(key)
+        found: dict[str, list[Value]] = {}
+        for item, held in by_item.items():
+            places = [self._contents.places[key] for key in held]
+            ranks = {f.name: rank for rank, f in enumerate(self._named.items[item])}
+            of_ranks = open_all(self._named.items[item], partial(self._values_of_file, ranks, places))
+            found |= {key: [values[number] for values in of_ranks] for number, key in enumerate(held)}
+        return found
 
-        def read(file: SourceFile) -> Value:
-            parsed = open_torch_file(file, self._ledger)
-            inner = place.within(RankFile(parsed, ranks[file.name], self._world)).parsed
-            return Value(inner.root, replace(inner, root=None))
-
-        return open_all(files, read)
+    def _values_of_file(self, ranks: Mapping[str, int], places: Sequence[_Place], file: SourceFile) -> list[Value]:
+        parsed = open_torch_file(file, self._ledger)
+        whole = RankFile(parsed, ranks[file.name], self._world)
+        return [Value(place.within(whole).parsed.root, replace(parsed, root=None)) for place in places]
 
     def _carried(self, value: Value) -> Node:
         """The value with references in place of tensors. Its file is one of the checkpoint's."""
