@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from oracle.dcp_models import start_world
+from oracle.gather import gather_states
 
 
 def load(path: str, expected: str, tied: dict[str, str], out: str) -> dict[str, int]:
@@ -105,6 +106,56 @@ def resume(path: str, framework: str, case: dict[str, Any], out: str) -> dict[st
         save_file({k: v.detach().contiguous().clone() for k, v in whole.items()}, out)
     losses = [_step(model, optimizer, scheduler, number) for number in range(_STEPS, 2 * _STEPS)]
     return {"losses": losses, "rates": rates, "random_sum": random_sum}
+
+
+def resume_zero(path: str, case: dict[str, Any], stage: int, out: str) -> dict[str, Any]:
+    """Goes on with a run of verl under DeepSpeed, which loads a ZeRO checkpoint itself, for three steps.
+
+    Args:
+        path: The save directory.
+        case: How the model was made: `kind`, `tied`.
+        stage: Of ZeRO.
+        out: Where the first rank leaves what was loaded, gathered, by the truth's names; a tied pair under one.
+
+    Returns:
+        Losses, and learning rates before the steps.
+    """
+    import deepspeed
+
+    rank, world = start_world()
+    model = _model(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
+    config = {
+        "train_micro_batch_size_per_gpu": _SAMPLES // world,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 10**9,
+    }
+    initialize: Any = deepspeed.initialize
+    engine, *_ = initialize(
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        lr_scheduler=lambda found: torch.optim.lr_scheduler.LambdaLR(found, _warm_up),
+    )
+    loaded, _ = engine.load_checkpoint(path)
+    assert loaded is not None, f"DeepSpeed found no checkpoint in {path}"
+    states = gather_states(engine)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    found = {
+        f"{n}/{'model' if k == 'fp32' else k}": v
+        for key, v in states.tensors.items()
+        for k, _, n in (key.partition("/"),)
+    }
+    found |= {f"{n}/step": torch.tensor(value) for n, value in states.scalars["step"].items()}
+    if rank == 0:
+        save_file({k: v.detach().contiguous().clone() for k, v in found.items()}, out)
+    losses: list[float] = []
+    for number in range(_STEPS, 2 * _STEPS):
+        loss = _loss(engine, number)
+        engine.backward(loss)
+        engine.step()
+        losses.append(_mean(loss))
+    return {"losses": losses, "rates": rates}
 
 
 class _Net(nn.Module):
@@ -228,16 +279,25 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, number: int) -> float:
     """Trains on this rank's part of a step's samples; returns the mean loss of all ranks."""
+    loss = _loss(model, number)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    return _mean(loss)
+
+
+def _loss(model: Any, number: int) -> torch.Tensor:
+    """The loss of this rank's part of a step's samples."""
     rank, world = dist.get_rank(), dist.get_world_size()
     own = range(rank * _SAMPLES // world, (rank + 1) * _SAMPLES // world)
     seeds = (torch.Generator().manual_seed(3000 + number * _SAMPLES + k) for k in own)
     tokens = torch.stack([torch.randint(0, _VOCABULARY, (10,), generator=seed) for seed in seeds])
     logits = model(input_ids=tokens).logits.float()
-    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    scheduler.step()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _mean(loss: torch.Tensor) -> float:
     mean = loss.detach().clone()
     dist.all_reduce(mean)
-    return float(mean) / world
+    return float(mean) / dist.get_world_size()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
 from house.rank_cases import RankCase, rank_case
@@ -97,6 +98,39 @@ def test_a_run_goes_on_with_its_files_on_another_number_of_ranks(
     if name in VERL:  # rank r has the random states of source rank r mod N
         sums = case.facts["rng_torch_byte_sum_by_rank"]
         assert [f["random_sum"] for f in found] == [sums[r % len(sums)] for r in range(dp)]
+
+
+@pytest.mark.parametrize(("name", "stage"), [("verl_fsdp2_tied_w4", 2), ("verl_fsdp1_flat_w2", 3)])
+def test_deepspeed_goes_on_with_a_run_of_verl(
+    name: str, stage: int, place: Path, tmp_path: Path, fsdp: FsdpOracle
+) -> None:
+    """The recipe's command; DeepSpeed loads what it wrote, and the next losses are those of the run."""
+    case, out = rank_case(name, place), tmp_path / "loaded.safetensors"
+    path = reshard.ensure(case.checkpoint, to="zero", dp=3, zero_stage=stage, out=tmp_path / "zero")
+    jobs = {"path": path, "case": case.facts["case_args"], "stage": stage, "out": str(out)}
+    found = fsdp.worlds.run("oracle.fsdp_ranks_load:resume_zero", world=3, timeout_s=TIMEOUT_S, **jobs)
+    loaded = load_file(out)
+    loaded |= {f"{alias}/model": loaded[f"{owner}/model"] for alias, owner in case.facts["tied"].items()}
+    assert differences(case, loaded) == []
+    assert all(f["rates"] == [g["lr"] for g in case.facts["groups"]] for f in found)
+    assert [f["losses"] for f in found] == [pytest.approx(case.facts["losses_after"], abs=2e-6)] * 3
+
+
+@pytest.mark.parametrize("name", ["verl_fsdp2_tied_w4", "trainer_full_fsdp2_w2"])
+def test_transformers_computes_with_the_weights(name: str, place: Path, tmp_path: Path) -> None:
+    """They have Hugging Face's names; beside `config.json` the logits are those of the run's weights, bit for bit."""
+    case = rank_case(name, place)
+    config = next(f for f in (case.checkpoint, case.checkpoint / "huggingface") if (f / "config.json").exists())
+    reshard.convert(case.checkpoint, tmp_path / "out", to="safetensors", model_files=config, progress=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    wanted: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config)).eval()
+    weights = {k.removesuffix("/fp32"): v for k, v in load_file(case.truth).items() if k.endswith("/fp32")}
+    weights |= {alias: weights[owner] for alias, owner in case.facts["tied"].items()}
+    wanted.load_state_dict(weights)
+    tokens = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        logits, expected = model(input_ids=tokens).logits, wanted(input_ids=tokens).logits
+    assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize(
