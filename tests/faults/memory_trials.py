@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace as replace_field
 from pathlib import Path
 
 from faults.judge import Outcome, Tree, difference, partial_result, strays
-from faults.small import NAME, small_request
+from faults.small import NAME, RANKS, small_request
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
@@ -61,6 +61,15 @@ def crowded_case(store: MemoryStore, to: str) -> Case:
     """Into an empty place, with calls on their way together: numbers of operations only say how many there were."""
     request = small_request(SOURCE, PARENT, to, threads=4)
     return Case(store, store, request, outcome(store, request))
+
+
+def from_ranks_case(store: MemoryStore, to: str) -> Case:
+    """From files of FSDP's ranks into an empty place."""
+    held = clone(store)
+    made = small_request(SOURCE, "mem://data/made", RANKS)
+    assert attempt(held, made) == "done"
+    request = small_request(made.target, PARENT, to)
+    return Case(held, held, request, outcome(held, request))
 
 
 def overwrite_case(store: MemoryStore, to: str) -> Case:

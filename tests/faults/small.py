@@ -16,13 +16,19 @@ PARAMETERS = [("embed.weight", (40, 32)), ("bias", (7,))]
 NAME = "tag"
 STATE_DICT, ACCELERATE = "dcp: state-dict", "dcp: accelerate"
 """Distributed checkpoints of one directory, and of two with a commit file each."""
+RANKS = "fsdp_ranks: verl"
+"""Two files for each of two ranks, and a description that verl's merger reads."""
 OPTIONS: dict[str, dict[str, Any]] = {
     TargetFormat.UNIVERSAL: {"part_bytes": 4096},
     TargetFormat.SAFETENSORS: {"part_bytes": 1024, "max_shard_bytes": 4000},
     TargetFormat.TORCH: {"part_bytes": 2048, "max_shard_bytes": 4000},
     STATE_DICT: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"framework": "state-dict", "files": 2}}},
+    RANKS: {
+        "to": "fsdp_ranks", "part_bytes": 4096,
+        "options": {"deepspeed": {"dp": 2}, "fsdp_ranks": {"rank_framework": "verl", "device_type": "cpu"}},
+    },
     ACCELERATE: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"framework": "accelerate", "files": 2}}},
-}
+}  # fmt: skip
 
 
 def write_source(directory: Path, *, seed: int = 0) -> Path:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from faults import local_trials, memory_trials
 from faults.judge import Ledger
-from faults.small import ACCELERATE, OPTIONS, STATE_DICT, small_request
+from faults.small import ACCELERATE, OPTIONS, RANKS, STATE_DICT, small_request
 from laws.dcp_files import read_metadata
 from reshard.choices import TargetFormat
 from reshard.errors import SourceError, StorageError
@@ -107,6 +107,9 @@ def _at(operation: Operation, trial: tuple[str, list[str]]) -> tuple[str, str, l
         (memory_trials.fresh_case, TargetFormat.UNIVERSAL),
         (memory_trials.overwrite_case, TargetFormat.SAFETENSORS),
         (memory_trials.fresh_case, ACCELERATE),
+        (memory_trials.fresh_case, RANKS),
+        (memory_trials.from_ranks_case, TargetFormat.SAFETENSORS),
+        pytest.param(memory_trials.from_ranks_case, RANKS, marks=pytest.mark.full),
         *(
             pytest.param(make, to, marks=pytest.mark.full, id=f"every-mode-{make.__name__}-{to}")
             for make in (memory_trials.fresh_case, memory_trials.overwrite_case)
