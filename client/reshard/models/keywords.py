@@ -44,6 +44,9 @@ class ChoiceKeywords(TypedDict, total=False):
     their names."""
     buffers: str | None
     """Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text."""
+    rank_files: str | None
+    """Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}` the
+    name of what each file holds."""
 
 
 class SourceKeywords(ChoiceKeywords, total=False):
@@ -71,6 +74,9 @@ class TwoSourceKeywords(TypedDict, total=False):
     with their names."""
     buffers_a: str | None
     """A: Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text."""
+    rank_files_a: str | None
+    """A: Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}`
+    the name of what each file holds."""
     profile_a: str | None
     """A: Storage profile (see RESHARD_PROFILES)."""
     tag_b: str | None
@@ -86,6 +92,9 @@ class TwoSourceKeywords(TypedDict, total=False):
     with their names."""
     buffers_b: str | None
     """B: Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text."""
+    rank_files_b: str | None
+    """B: Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}`
+    the name of what each file holds."""
     profile_b: str | None
     """B: Storage profile (see RESHARD_PROFILES)."""
 
@@ -212,6 +221,9 @@ class ConvertOptions(OptionKeywords, total=False):
     their names."""
     buffers: str | None
     """Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text."""
+    rank_files: str | None
+    """Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}` the
+    name of what each file holds."""
     profile: str | None
     """Storage profile (see RESHARD_PROFILES)."""
     rules: str | None
