@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,14 @@ import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import reshard
+from house.requests import asked
 from laws.item_files import Items, folder_differences, save_items
 from laws.rank_files import ROWS, Placements, Tensors, World, save_accelerate, small_model
 from reshard.errors import RequestError
+from reshard_engine.formats.registry import writer_of
+from reshard_engine.formats.sources import read_checkpoint
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.locations import open_location
 
 HSDP: Placements = (Replicate(), Shard(0))
 SAFETENSORS = Items(layouts={"model": "model_{rank}.safetensors"})
@@ -116,10 +120,11 @@ def test_a_grid_of_tensor_parallelism_is_refused(tmp_path: Path) -> None:
     assert caught.value.code == "request.unsatisfiable"
 
 
-def test_the_metadata_come_last(tmp_path: Path) -> None:
+def test_what_its_loader_asks_for_is_published_last(tmp_path: Path) -> None:
     save_items(small_model(), tmp_path / "in", World((2,)), Items())
-    reshard.convert(tmp_path / "in", tmp_path / "out", to="torch_checkpointing", dp=2, progress=False)
-    manifest = json.loads((tmp_path / "out" / "reshard.json").read_text())
-    assert "metadata.pkl" in json.dumps(manifest)
-    times = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.p*")}
-    assert max(times, key=lambda n: times[n]) in ("metadata.pkl", "model_0.pt", "model_1.pt")
+    source, target = str(tmp_path / "in"), str(tmp_path / "out")
+    request = asked(source={"url": source}, target=target, to="torch_checkpointing", dp=2)
+    checkpoint = read_checkpoint(open_location(source), None, OpaqueLedger(request.opaque))
+    layout = writer_of("torch_checkpointing").lay_out(checkpoint, request, name="out")
+    assert {f.path for f in layout.files if f.commit} == {"metadata.pkl", "model_0.pt", "model_1.pt"}
+    assert {f.path for f in layout.files if not f.commit} == {"optimizer_0.pt", "optimizer_1.pt"}

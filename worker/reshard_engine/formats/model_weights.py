@@ -6,8 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from reshard.errors import RequestError, SourceError, printable
+from reshard.choices import NO_BUFFERS
+from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32, SHORT_NAMES, Dtype
@@ -205,3 +207,25 @@ SHARDED_NAMES = frozenset({
     "torch.distributed.remote_device._remote_device",
 })  # fmt: skip
 """The names that sharded tensors in pickles consist of. They become numbers here, and no target ever names them."""
+
+
+def said_buffers(text: str | None, plain: Mapping[str, str]) -> set[str] | None:
+    """The names of tensors that `--buffers` calls buffers; None if the user says nothing.
+
+    Args:
+        text: The option: names and patterns, or `none`.
+        plain: The model's names, as the files and as the user have them.
+
+    Raises:
+        RequestError: `request.invalid` for a name that the model does not have.
+    """
+    if text is None:
+        return None
+    patterns = [] if text == NO_BUFFERS else [p.strip() for p in text.split(",") if p.strip()]
+    if unused := [p for p in patterns if not any(fnmatchcase(n, p) for n in plain.values())]:
+        raise RequestError(
+            "request.invalid",
+            f"--buffers names {listed(list(map(printable, unused)))}, and the model has no such tensor",
+            fix="name tensors as `reshard inspect` lists them, or --buffers none",
+        )
+    return {name for name, short in plain.items() if any(fnmatchcase(short, p) for p in patterns)}

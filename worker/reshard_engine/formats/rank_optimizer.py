@@ -44,7 +44,7 @@ Order = ParamOrder | tuple[str, ...] | None
 Key = str | int
 """The optimizer's key of a parameter: its name, or its number."""
 PARAMS, _NAMES = "params", "param_names"
-_STEP = "step"
+STEP = "step"
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
 _ADAPTER = (".lora_", ".modules_to_save.")
 """Parts of the names of parameters that PEFT trains; it freezes all others.
@@ -498,7 +498,7 @@ class _Reading:
                 )
             for state in held[0]:
                 values = [h[state] for h in held]
-                if self._shapes[name] == () and state != _STEP:
+                if self._shapes[name] == () and state != STEP:
                     values = [v.held if isinstance(v, Number) and v.held is not None else v for v in values]
                 boxes = tuple(v for v in values if isinstance(v, Held))
                 if len(boxes) != len(values):
@@ -733,7 +733,7 @@ def number_node(name: str, scalar: Scalar) -> Node:
 
     Source: torch 2.13.0 `optim/adam.py` (`__setstate__`).
     """
-    if name != _STEP or scalar.dtype is not None:
+    if name != STEP or scalar.dtype is not None:
         return scalar_node(scalar)
     try:
         return PLiteral(FLOAT32.name, (), struct.pack("<f", scalar.value))

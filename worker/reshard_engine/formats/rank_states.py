@@ -11,24 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 
 import numpy as np
 
-from reshard.choices import NO_BUFFERS
-from reshard.errors import RequestError, SourceError, listed, printable
-from reshard_engine.checkpoint import Agreement, Buffer, Parameter, ParamGroup, Question, Undecided
+from reshard.errors import SourceError, listed, printable
+from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, Parameter, ParamGroup, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, walk
-from reshard_engine.formats.dtensors import Held, Part, RankFile
+from reshard_engine.formats.dtensors import Held, Part, RankFile, TensorsOfRank
 from reshard_engine.formats.model_weights import (
     SHARDED_NAMES,
     checked_name,
     checked_state,
     plain_name,
     refuse_equal_names,
+    said_buffers,
 )
-from reshard_engine.formats.rank_optimizer import ModelTensor, ReadOptimizer, Slice
+from reshard_engine.formats.rank_optimizer import STEP, ModelTensor, ReadOptimizer, Slice, number_node
 from reshard_engine.pickles.nodes import Global, Node, PObject, PTensor, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.rebuild import made_of_tensors
 from reshard_engine.pickles.trees import TensorsAt, compare_trees
@@ -392,7 +391,7 @@ class RankState:
         for alias, owner in self.ties.by_value.items():
             numbers, where = (self.weights[owner], self.weights[alias]), f"its other name {printable(plain[alias])}"
             self._tensors.agreements.append(Agreement(plain[owner], "weight", *numbers, where))
-        said = self._said_buffers()
+        said = said_buffers(self._buffers, self._model.plain)
         frozen = () if optimizer is None else optimizer.frozen
         counted = optimizer is not None and optimizer.counts_all
         likely: list[str] = []
@@ -414,20 +413,6 @@ class RankState:
         if likely and optimizer is not None:
             found.assumed = (_likely_buffers(likely),)
         return found
-
-    def _said_buffers(self) -> set[str] | None:
-        """The names that the user calls buffers; None if the user says nothing."""
-        text, plain = self._buffers, self._model.plain
-        if text is None:
-            return None
-        patterns = [] if text == NO_BUFFERS else [p.strip() for p in text.split(",") if p.strip()]
-        if unused := [p for p in patterns if not any(fnmatchcase(n, p) for n in plain.values())]:
-            raise RequestError(
-                "request.invalid",
-                f"--buffers names {listed(list(map(printable, unused)))}, and the model has no such tensor",
-                fix="name tensors as `reshard inspect` lists them, or --buffers none",
-            )
-        return {name for name, short in plain.items() if any(fnmatchcase(short, p) for p in patterns)}
 
     def _trained(self, name: str, group: int) -> Parameter:
         optimizer, fqn = self._optimizer, self._model.plain[name]
@@ -452,3 +437,40 @@ def _likely_buffers(names: Sequence[str]) -> Undecided:
         f"{listed(names)} are taken for buffers because they are whole where FSDP shards each parameter",
         "--buffers none if they are parameters that FSDP was told to ignore",
     )
+
+
+# What the files of a rank hold of them.
+
+
+def model_entries(checkpoint: Checkpoint, rank: TensorsOfRank, carried: Callable[[Node], Node]) -> dict[str, Node]:
+    """The entries of the model's state dict on a rank, in the module's order as far as the source knows it.
+
+    Args:
+        checkpoint: The run.
+        rank: Makes the rank's tensors.
+        carried: What becomes of the values of `get_extra_state`.
+    """
+    parameters = {p.fqn: p for p in checkpoint.parameters}
+    buffers = {b.fqn: b.tensor for b in checkpoint.buffers}
+    found: dict[str, Node] = {}
+    known = (*checkpoint.module_names, *buffers, *parameters, *checkpoint.shared, *checkpoint.extra_states)
+    for name in dict.fromkeys(known):
+        owner = checkpoint.shared.get(name, name)
+        if owner in parameters:
+            found[name] = rank.parameter(parameters[owner].value(), parameters[owner].weight)
+        elif owner in buffers:
+            found[name] = rank.whole(buffers[owner])
+        elif name in checkpoint.extra_states:
+            found[name] = carried(checkpoint.extra_states[name])
+    return found
+
+
+def state_entries(parameter: Parameter, rank: TensorsOfRank) -> dict[str | int, Node]:
+    """The states of a parameter on a rank: its numbers first, as torch has them."""
+    found: dict[str | int, Node] = {}
+    for name in sorted(parameter.scalars, key=lambda n: n != STEP):
+        found[name] = number_node(name, parameter.scalars[name])
+    for name, number in parameter.states.items():
+        if name != "fp32":
+            found[name] = rank.parameter(number, parameter.weight)
+    return found

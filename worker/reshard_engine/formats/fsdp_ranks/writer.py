@@ -22,7 +22,7 @@ from reshard.choices import OpaquePolicy, RankFramework, RngPolicy
 from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import FsdpRanksOptions
-from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
 from reshard_engine.formats.dtensors import (
     ProcessGroups,
@@ -43,8 +43,7 @@ from reshard_engine.formats.fsdp_ranks.files import (
     RankFacts,
     SavedRanks,
 )
-from reshard_engine.formats.rank_optimizer import number_node
-from reshard_engine.formats.rank_states import VERSIONS
+from reshard_engine.formats.rank_states import VERSIONS, model_entries, state_entries
 from reshard_engine.formats.torch_archive import tree_template, under_policy
 from reshard_engine.formats.trainer_files import RANK_STATES
 from reshard_engine.pickles.nodes import (
@@ -65,7 +64,6 @@ _RANDOM = frozenset({"cpu", "numpy", "random"})
 """The random states that verl and SkyRL look up."""
 _OF_SCHEDULER = frozenset({"last_epoch", "base_lrs"})
 """Keys of the state dict of a scheduler of torch that sets learning rates step by step."""
-_STEP = "step"
 _NO_PLACE = "files of these ranks have no place for it"
 _OF_PARTITIONS = "one number for each rank's partition, and these files hold whole parameters' shards"
 _WEIGHTS = "write the weights alone: --to safetensors"
@@ -338,19 +336,7 @@ class _Files:
         return TargetFile(name, template, slots, commit=item == "model")
 
     def _model(self, rank: TensorsOfRank) -> Node:
-        checkpoint = self._checkpoint
-        parameters = {p.fqn: p for p in checkpoint.parameters}
-        buffers = {b.fqn: b.tensor for b in checkpoint.buffers}
-        found: dict[str, Node] = {}
-        known = (*checkpoint.module_names, *buffers, *parameters, *checkpoint.shared, *checkpoint.extra_states)
-        for name in dict.fromkeys(known):
-            owner = checkpoint.shared.get(name, name)
-            if owner in parameters:
-                found[name] = rank.parameter(parameters[owner].value(), parameters[owner].weight)
-            elif owner in buffers:
-                found[name] = rank.whole(buffers[owner])
-            elif name in checkpoint.extra_states:
-                found[name] = self._target.carried(checkpoint.extra_states[name])
+        found = model_entries(self._checkpoint, rank, self._target.carried)
         if not self._target.numbers:
             return mapping_of({**found})
         node = ordered_dict(found)
@@ -359,7 +345,7 @@ class _Files:
         return node
 
     def _optimizer(self, rank: TensorsOfRank, keys: _Keys) -> Node:
-        held = {keys.keys[p.fqn]: self._states(p, rank) for p in self._checkpoint.trained}
+        held = {keys.keys[p.fqn]: state_entries(p, rank) for p in self._checkpoint.trained}
         states = {k: mapping_of(s) for k, s in held.items() if s}
         if self._target.numbers:
             states = dict(sorted(states.items(), key=lambda item: int(item[0])))
@@ -369,16 +355,6 @@ class _Files:
             values = {key: self._target.carried(value) for key, value in group.hyper_parameters.items()}
             made.append(mapping_of({**values, "params": PList([*own])}))
         return mapping_of({"state": mapping_of({**states}), "param_groups": PList(made)})
-
-    def _states(self, parameter: Parameter, rank: TensorsOfRank) -> dict[str | int, Node]:
-        """The states of a parameter: its numbers first, as torch has them."""
-        found: dict[str | int, Node] = {}
-        for name in sorted(parameter.scalars, key=lambda n: n != _STEP):
-            found[name] = number_node(name, parameter.scalars[name])
-        for name, number in parameter.states.items():
-            if name != "fp32":
-                found[name] = rank.parameter(number, parameter.weight)
-        return found
 
     def _extra_state(self, rank: int, extra: Mapping[str | int, Node]) -> Node:
         target, states = self._target, self._target.random_states

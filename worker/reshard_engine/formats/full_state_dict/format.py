@@ -11,11 +11,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import ClassVar
 
-from reshard.choices import NO_BUFFERS
-from reshard.errors import RequestError, listed, printable
+from reshard.errors import listed, printable
 from reshard_engine.checkpoint import (
     Agreement,
     Buffer,
@@ -46,7 +44,7 @@ from reshard_engine.formats.full_state_dict.optimizer import (
     read_optimizer,
     unread_optimizer,
 )
-from reshard_engine.formats.model_weights import checked_name, compiled_names, plain_names
+from reshard_engine.formats.model_weights import checked_name, compiled_names, plain_names, said_buffers
 from reshard_engine.formats.numbered import is_optimizer, own_scheduler
 from reshard_engine.formats.trainer_files import TrainerFacts, full_pair
 from reshard_engine.pickles.nodes import Node, mapping_items, mapping_of
@@ -167,7 +165,7 @@ class _Assembly:
         self._trees = TreeTensors(self._builder, self._numbers)
         self._twins = self._first_of_equal(lambda name: opened.tensors[name].place)
         self._equal = self._first_of_equal(lambda name: opened.tensors[name].sums)
-        self._said = self._said_buffers()
+        self._said = said_buffers(options.choices.buffers, self._names)
         self._optimizer = self._read_optimizer()
         self._tie()
         self._weights = {name: self._add_weight(name) for name in opened.tensors if name not in self._twins}
@@ -252,24 +250,6 @@ class _Assembly:
         number = self._builder.tensor(self._names[name], "weight", held.dtype, held.shape)
         self._builder.whole(number, file=self._numbers[held.file], offset=held.at, stride=held.stride)
         return number
-
-    def _said_buffers(self) -> set[str] | None:
-        """The names that the user calls buffers; None if the user says nothing.
-
-        Raises:
-            RequestError: `request.invalid` for names that the model does not have.
-        """
-        text, plain = self._options.choices.buffers, self._names
-        if text is None:
-            return None
-        patterns = [] if text == NO_BUFFERS else [p.strip() for p in text.split(",") if p.strip()]
-        if unused := [p for p in patterns if not any(fnmatchcase(n, p) for n in plain.values())]:
-            raise RequestError(
-                "request.invalid",
-                f"--buffers names {listed(list(map(printable, unused)))}, and the model has no such tensor",
-                fix="name tensors as `reshard inspect` lists them, or --buffers none",
-            )
-        return {name for name, short in plain.items() if any(fnmatchcase(short, p) for p in patterns)}
 
     def _read_optimizer(self) -> ReadOptimizer | None:
         opened = self._opened

@@ -24,7 +24,7 @@ from reshard.choices import OpaquePolicy, RngPolicy
 from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import FsdpRanksOptions
-from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
 from reshard_engine.formats.dtensors import (
@@ -36,8 +36,8 @@ from reshard_engine.formats.dtensors import (
     mesh_shape,
     require_rows,
 )
-from reshard_engine.formats.rank_optimizer import PARAMS, number_node
-from reshard_engine.formats.rank_states import VERSIONS
+from reshard_engine.formats.rank_optimizer import PARAMS
+from reshard_engine.formats.rank_states import VERSIONS, model_entries, state_entries
 from reshard_engine.formats.torch_archive import tree_template, under_policy
 from reshard_engine.formats.torch_checkpointing.files import (
     CURRENT,
@@ -80,7 +80,6 @@ _KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _OF_SCHEDULER = frozenset({"last_epoch", "base_lrs"})
 """Keys of the state dict of a scheduler of torch that sets learning rates step by step."""
 _RANDOM = re.compile(r"(?:.*_)?(?:rng|random)(?:_.*)?")
-_STEP = "step"
 _PROTOCOL = 4
 _NO_PLACE = "items of torch_checkpointing have no place for it"
 _OF_RANKS = "each rank saved another value of it, and nothing says what other ranks would hold"
@@ -318,19 +317,7 @@ class _Files:
         return TargetFile(path, replace(template, bodies=tuple(moved)), slots, commit=True)
 
     def _model(self, rank: TensorsOfRank) -> Node:
-        checkpoint = self._checkpoint
-        parameters = {p.fqn: p for p in checkpoint.parameters}
-        buffers = {b.fqn: b.tensor for b in checkpoint.buffers}
-        found: dict[str, Node] = {}
-        known = (*checkpoint.module_names, *buffers, *parameters, *checkpoint.shared, *checkpoint.extra_states)
-        for name in dict.fromkeys(known):
-            owner = checkpoint.shared.get(name, name)
-            if owner in parameters:
-                found[name] = rank.parameter(parameters[owner].value(), parameters[owner].weight)
-            elif owner in buffers:
-                found[name] = rank.whole(buffers[owner])
-            elif name in checkpoint.extra_states:
-                found[name] = self._target.carried(checkpoint.extra_states[name])
+        found = model_entries(self._checkpoint, rank, self._target.carried)
         node = ordered_dict(found)
         if self._target.saved is not None and self._target.saved.versions is not None:
             node.state, node.has_state = mapping_of({VERSIONS: self._target.saved.versions}), True
@@ -340,7 +327,7 @@ class _Files:
         """The optimizer by names, as `optimizer_transform_pre` makes it; by numbers for a run that has these."""
         checkpoint, saved, numbers = self._checkpoint, self._target.saved, self._numbers
         groups = () if self._optimizer is None else self._optimizer.groups
-        held = {numbers.get(p.fqn, p.fqn): self._states(p, rank) for p in checkpoint.trained}
+        held = {numbers.get(p.fqn, p.fqn): state_entries(p, rank) for p in checkpoint.trained}
         states = {k: mapping_of(s) for k, s in held.items() if s}
         made: list[Node] = []
         for number, group in enumerate(groups):
@@ -353,16 +340,6 @@ class _Files:
                 made.append(mapping_of({NAMES: names, **values}))
         version: dict[str | int, Node] = {} if numbers else {VERSION: NAMED}
         return mapping_of({STATE: mapping_of({**states}), GROUPS: PList(made), **version})
-
-    def _states(self, parameter: Parameter, rank: TensorsOfRank) -> dict[str | int, Node]:
-        """The states of a parameter: its numbers first, as torch has them."""
-        found: dict[str | int, Node] = {}
-        for name in sorted(parameter.scalars, key=lambda n: n != _STEP):
-            found[name] = number_node(name, parameter.scalars[name])
-        for name, number in parameter.states.items():
-            if name != "fp32":
-                found[name] = rank.parameter(number, parameter.weight)
-        return found
 
 
 # The metadata.
