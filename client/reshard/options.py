@@ -104,8 +104,8 @@ class SourceChoices(RequestModel):
     rank_files: Annotated[
         str | None,
         Option(
-            "Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}` "
-            "the name of what each file holds.",
+            "Names of FSDP's ranks' files that a script chose: 'ckpt_{rank}.pt'. `{rank}`: number of the rank; `*`: "
+            "any text; `{item}`: what the file holds.",
             Section.SOURCE,
             7,
             metavar="PATTERN",

@@ -7,6 +7,7 @@ for bit, and so is the next step of training.
 from __future__ import annotations
 
 import copy
+import shlex
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from laws.dcp_files import Save, Sharded, save as save_dcp
 from laws.item_files import Items, save_payloads
 from laws.rank_files import ROWS, World, of_rank
 from oracle.whole_tensors import whole
-from reshard.errors import ReshardError, SourceError
+from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.models.jobs import ConvertResult, Inspection
 
 State = dict[str, Any]
@@ -422,3 +423,76 @@ def _assert_run(found: State, net: nn.Module, optimizer: torch.optim.Optimizer, 
     for one, other in ((fresh, began), (net, goes_on)):
         _step(one, other, 7)
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), net.parameters(), strict=True))
+
+
+def _choices(fix: str) -> list[dict[str, str]]:
+    """The keyword arguments of each choice that a fix offers, as a shell reads its flags."""
+    found: list[dict[str, str]] = []
+    for text in fix.split(", or "):
+        words = shlex.split(text)
+        found.append({f.removeprefix("--").replace("-", "_"): v for f, v in zip(words[::2], words[1::2], strict=True)})
+    return found
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_pairs_that_nothing_tells_apart_are_all_offered(ranks: bool, tmp_path: Path) -> None:
+    """Two models of equal names and shapes: each optimizer may be that of each. Keys may have blanks and quotes."""
+    live = Live(alike=True)
+    keys = {"the model": live.model("a"), "o'ther": live.model("b")}
+    always = {"rank_files": "r{rank}.pt"} if ranks else {}
+    if ranks:
+        value = {**keys, "opt a": live.named("a"), "opt_b": live.named("b")}
+        source = _of_ranks(tmp_path / "in", {"r{rank}.pt": value})
+    else:
+        value = {**keys, "opt a": live.numbered("a"), "opt_b": live.numbered("b")}
+        source = _file(lambda _: value)(live, tmp_path / "in")
+    to: dict[str, Any] = {"to": "dcp", "framework": "state-dict", "progress": False, **always}
+    with pytest.raises(SourceError, match="opt a fits the model and o'ther") as refused:
+        reshard.convert(source, tmp_path / "no", **to)
+    offered = _choices(refused.value.fix or "")
+    assert len(offered) == 4
+    for number, choice in enumerate(offered):
+        reshard.convert(source, tmp_path / f"{number}", **to, **choice)
+        found = whole(tmp_path / f"{number}")
+        net, optimizer = ("ab"[choice["model_key"] != "the model"], "ab"[choice["optimizer_key"] != "opt a"])
+        assert all(torch.equal(found["model"][n], t) for n, t in live.model(net).items())
+        states = live.named(optimizer)["state"]
+        assert all(torch.equal(found["optimizer"]["state"][n]["exp_avg"], states[n]["exp_avg"]) for n in states)
+    with pytest.raises(SourceError, match="holds 2 optimizers") as refused:
+        reshard.convert(source, tmp_path / "no", **to, model_key="the model")
+    assert _choices(refused.value.fix or "") == [{"optimizer_key": "opt a"}, {"optimizer_key": "opt_b"}]
+    for wrong in ({"model_key": "gen"}, {"optimizer_key": "opt"}):
+        with pytest.raises(RequestError, match="there is"):
+            reshard.convert(source, tmp_path / "no", **to, **wrong)
+
+
+@pytest.mark.parametrize(
+    "to",
+    [
+        {"to": "dcp", "framework": "accelerate"},
+        {"to": "torch_save"},
+        {"to": "safetensors"},
+        {"to": "fsdp_ranks", "dp": 2, "rank_framework": "verl", "device_type": "cpu"},
+        {"to": "torch_checkpointing", "dp": 2, "device_type": "cpu"},
+        {"to": "zero", "dp": 2, "zero_stage": 2},
+    ],
+    ids=lambda to: str(to.get("framework", to["to"])),
+)
+def test_no_target_loses_the_others_in_silence(to: dict[str, Any], tmp_path: Path) -> None:
+    source = _file(_two_in_one)(Live(), tmp_path / "in")
+    result = reshard.convert(source, tmp_path / "out", model_key="gen", progress=False, **to)
+    named = [n.path for n in result.not_carried]
+    assert named.count("disc") == named.count("opt_d") == 1
+
+
+def test_a_trainers_files_leave_the_others_where_they_are(tmp_path: Path) -> None:
+    live = Live()
+    source = _file(_two_in_one)(live, tmp_path / "in")
+    (tmp_path / "files").mkdir()
+    torch.save({"last_epoch": 3, "base_lrs": [0.1], "_last_lr": [0.1]}, tmp_path / "files" / "scheduler.pt")
+    out, files = tmp_path / "out", str(tmp_path / "files")
+    options: dict[str, Any] = {"model_key": "gen", "trainer_files": files, "progress": False, "to": "dcp"}
+    reshard.convert(source, out, framework="state-dict", **options)
+    assert {"disc", "opt_d", "lr_scheduler"} <= whole(out).keys()
+    result = reshard.convert(source, tmp_path / "trainer", framework="trainer", **options)
+    assert [n.path for n in result.not_carried].count("opt_d") == 1

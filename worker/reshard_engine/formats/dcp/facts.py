@@ -104,7 +104,8 @@ class DcpFacts(TrainerFacts):
             str(path[: len(self.home) + 1][-1]) for path in self.passed_over if path[: len(self.home)] == self.home
         }
         heads |= {str(path[0]) for path in self.passed_over if str(path[0]) in self.at_root}
-        return (*self.places(), *(key for key in map(str, checkpoint.client_state) if key in heads))
+        further = (*self.places(), *TrainerFacts.of_others(self, checkpoint))
+        return (*further, *(key for key in map(str, checkpoint.client_state) if key in heads))
 
     def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
         """The trees that every format has, those of further models and optimizers, and odd states."""

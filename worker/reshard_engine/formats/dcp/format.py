@@ -148,7 +148,9 @@ def with_trainer_files(checkpoint: Checkpoint, location: Location, ledger: Opaqu
         for p, _ in found.rng
     )
     held = trainer_facts(checkpoint)
-    facts = facts_of(checkpoint) or DcpFacts(None, texts=held.texts, rank_states=held.rank_states)
+    facts = facts_of(checkpoint) or DcpFacts(
+        None, texts=held.texts, rank_states=held.rank_states, other_models=held.other_models
+    )
     counters = checkpoint.counters if found.steps is None else replace(checkpoint.counters, steps=found.steps)
     if schedulers:
         checkpoint = replace(checkpoint, schedulers=schedulers, scheduler_keys=(), own_scheduler=0)

@@ -505,6 +505,8 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
         yield from carried.named([RANK_STATES], _NO_PLACE)
     if facts is not None and target.framework is not Framework.TRAINER:
         yield from carried.named(facts.texts, _NO_PLACE)
+    if target.framework in (*_IN_FOLDERS, Framework.LIGHTNING):
+        yield from carried.named(trainer_facts(checkpoint).other_models, carried.OF_ANOTHER)
     if facts is not None and not target.others:
         yield from carried.named(facts.places(), _ONE_MODEL)
     numbers = checkpoint.optimizer.rank_numbers if checkpoint.optimizer is not None else ()
@@ -512,8 +514,7 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
     if facts is None:
         written = {RANK_STATES} if rank_states(checkpoint, target.framework) else set[str]()
         written |= {TRAINER_STATE} if target.framework is Framework.TRAINER else set[str]()
-        in_folders = target.framework in (*_IN_FOLDERS, Framework.LIGHTNING)
-        written |= set[str]() if in_folders else {*trainer_facts(checkpoint).other_models}
+        written |= {*trainer_facts(checkpoint).other_models}
         others_own = carried.of_the_format(checkpoint, "only the source's framework has it")
         yield from (one for one in others_own if one.path not in written)
     for one in (checkpoint, *target.others) if target.request.exclude_frozen else ():
