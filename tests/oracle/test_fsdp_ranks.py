@@ -57,6 +57,28 @@ def test_each_tensor_state_and_group_is_that_of_the_run(name: str, place: Path, 
         assert {**found["lr_scheduler"], "lr_lambdas": None} == {**said, "lr_lambdas": None}
 
 
+_VERLS = "{item}_world_size_4_rank_{rank}.pt"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "more"),
+    [
+        ("verl_fsdp2_tied_w4", _VERLS, {"param_order": "model"}),
+        ("verl_fsdp2_hsdp_2x2", _VERLS, {"param_order": "model"}),
+        ("acc_nodcp_fsdp2_w4", "{item}_0_rank{rank}.bin", {}),
+        ("acc_nodcp_fsdp1_w2", "{item}_0_rank{rank}.bin", {}),
+    ],
+)
+def test_a_pattern_reads_what_a_known_name_does(
+    name: str, pattern: str, more: dict[str, str], place: Path, tmp_path: Path
+) -> None:
+    case = rank_case(name, place)
+    found = written(case, tmp_path / "dcp", rank_files=pattern, **more)
+    assert differences(case, named(found)) == []
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in found["optimizer"]["param_groups"]]
+    assert json.loads(json.dumps(groups)) == case.facts["groups"]
+
+
 @pytest.mark.parametrize("name", ["verl_fsdp2_tied_w4", "verl_fsdp1_flat_w2", "acc_nodcp_fsdp2_w4", "tc_sts_w4", *FULL])
 def test_torch_loads_it_on_another_number_of_ranks(name: str, place: Path, tmp_path: Path, fsdp: FsdpOracle) -> None:
     case = rank_case(name, place)
