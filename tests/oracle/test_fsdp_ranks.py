@@ -70,7 +70,7 @@ _VERLS = "{item}_world_size_4_rank_{rank}.pt"
     ],
 )
 def test_a_pattern_reads_what_a_known_name_does(
-    name: str, pattern: str, more: dict[str, str], place: Path, tmp_path: Path
+    name: str, pattern: str, more: dict[str, Any], place: Path, tmp_path: Path
 ) -> None:
     case = rank_case(name, place)
     found = written(case, tmp_path / "dcp", rank_files=pattern, **more)

@@ -425,9 +425,9 @@ def _assert_run(found: State, net: nn.Module, optimizer: torch.optim.Optimizer, 
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), net.parameters(), strict=True))
 
 
-def _choices(fix: str) -> list[dict[str, str]]:
+def _choices(fix: str) -> list[dict[str, Any]]:
     """The keyword arguments of each choice that a fix offers, as a shell reads its flags."""
-    found: list[dict[str, str]] = []
+    found: list[dict[str, Any]] = []
     for text in fix.split(", or "):
         words = shlex.split(text)
         found.append({f.removeprefix("--").replace("-", "_"): v for f, v in zip(words[::2], words[1::2], strict=True)})
@@ -461,7 +461,8 @@ def test_pairs_that_nothing_tells_apart_are_all_offered(ranks: bool, tmp_path: P
     with pytest.raises(SourceError, match="holds 2 optimizers") as refused:
         reshard.convert(source, tmp_path / "no", **to, model_key="the model")
     assert _choices(refused.value.fix or "") == [{"optimizer_key": "opt a"}, {"optimizer_key": "opt_b"}]
-    for wrong in ({"model_key": "gen"}, {"optimizer_key": "opt"}):
+    mistaken: list[dict[str, Any]] = [{"model_key": "gen"}, {"optimizer_key": "opt"}]
+    for wrong in mistaken:
         with pytest.raises(RequestError, match="there is"):
             reshard.convert(source, tmp_path / "no", **to, **wrong)
 
