@@ -10,7 +10,7 @@ Source: torch 2.13.0 `distributed/tensor/_utils.py` (`_compute_local_shape_and_g
 `distributed/tensor/placement_types.py` (`_StridedShard`), `distributed/tensor/_dtensor_spec.py` (`shard_order`),
 `distributed/device_mesh.py` (`__getstate__`), `distributed/_mesh_layout.py`; torch 2.5 `distributed/device_mesh.py`
 (`mesh`, `_coordinate_on_dim`); torch 2.13.0 `distributed/_shard/sharded_tensor/api.py` (`__getstate__`); verified by
-running, the older mesh by its source alone.
+running with torch 2.1.2, 2.4.1, 2.6.0 and 2.13.0 (`tests/data/old_torch`).
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ _COPY_AGAIN = "copy the files of this rank again from where they were written"
 _SPEC = "torch.distributed.tensor._dtensor_spec"
 _MESH = "torch.distributed._mesh_layout"
 _DTENSOR = Global("torch.distributed.tensor", "DTensor")
+_DTYPE_AT = {3: 2, 7: 1}
+"""Which item of a specification's `tensor_meta` is the type, by their number. The first one is the shape.
+
+Source: torch 2.4 `distributed/_tensor/placement_types.py` (`TensorMeta`: shape, stride, dtype); torch 2.1.2
+`fx/passes/shape_prop.py` (`TensorMetadata`: shape, dtype, requires_grad, stride and three more).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,8 +333,9 @@ class RankFile:
         if meta is None:
             return
         items = meta.args.items if isinstance(meta, PObject) else ()
-        said = self._shape(items[0], what) if len(items) == 3 else None
-        kind = items[2] if len(items) == 3 else None
+        at = _DTYPE_AT.get(len(items))
+        said = None if at is None else self._shape(items[0], what)
+        kind = None if at is None else items[at]
         if said != shape or not isinstance(kind, Global) or kind.dotted != f"torch.{dtype.name}":
             raise self._bad(what, f"the DTensor is {dtype.name} {shape}, and its specification says {said}")
 

@@ -198,6 +198,8 @@ SHARDED_NAMES = frozenset({
     )),
     *(f"{p}._dtensor_spec.{n}" for p in _TENSOR for n in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")),
     "torch.distributed.device_mesh.DeviceMesh",
+    # Up to torch 2.1.
+    "torch.distributed._tensor.device_mesh.DeviceMesh", "torch.fx.passes.shape_prop.TensorMetadata",
     "torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout",
     SHARDED_TENSOR, f"{SHARDED_TENSOR}.ProcessGroupState",
     f"{_SHARD}.sharded_tensor.shard.Shard", f"{_SHARD}.metadata.ShardMetadata",
