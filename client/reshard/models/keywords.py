@@ -45,8 +45,8 @@ class ChoiceKeywords(TypedDict, total=False):
     buffers: str | None
     """Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text."""
     rank_files: str | None
-    """Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}` the
-    name of what each file holds."""
+    """Names of FSDP's ranks' files that a script chose: 'ckpt_{rank}.pt'. `{rank}`: number of the rank; `*`: any
+    text; `{item}`: what the file holds."""
 
 
 class SourceKeywords(ChoiceKeywords, total=False):
@@ -75,8 +75,8 @@ class TwoSourceKeywords(TypedDict, total=False):
     buffers_a: str | None
     """A: Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text."""
     rank_files_a: str | None
-    """A: Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}`
-    the name of what each file holds."""
+    """A: Names of FSDP's ranks' files that a script chose: 'ckpt_{rank}.pt'. `{rank}`: number of the rank; `*`: any
+    text; `{item}`: what the file holds."""
     profile_a: str | None
     """A: Storage profile (see RESHARD_PROFILES)."""
     tag_b: str | None
@@ -93,8 +93,8 @@ class TwoSourceKeywords(TypedDict, total=False):
     buffers_b: str | None
     """B: Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text."""
     rank_files_b: str | None
-    """B: Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}`
-    the name of what each file holds."""
+    """B: Names of FSDP's ranks' files that a script chose: 'ckpt_{rank}.pt'. `{rank}`: number of the rank; `*`: any
+    text; `{item}`: what the file holds."""
     profile_b: str | None
     """B: Storage profile (see RESHARD_PROFILES)."""
 
@@ -222,8 +222,8 @@ class ConvertOptions(OptionKeywords, total=False):
     buffers: str | None
     """Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text."""
     rank_files: str | None
-    """Names of files of FSDP's ranks that a script chose, such as 'ckpt_{rank}.pt'; `*` is any text, `{item}` the
-    name of what each file holds."""
+    """Names of FSDP's ranks' files that a script chose: 'ckpt_{rank}.pt'. `{rank}`: number of the rank; `*`: any
+    text; `{item}`: what the file holds."""
     profile: str | None
     """Storage profile (see RESHARD_PROFILES)."""
     rules: str | None
