@@ -334,7 +334,7 @@ class RankFile:
             return
         items = meta.args.items if isinstance(meta, PObject) else ()
         at = _DTYPE_AT.get(len(items))
-        said = None if at is None else self._shape(items[0], what)
+        said = None if at is None or not items else self._shape(items[0], what)
         kind = None if at is None else items[at]
         if said != shape or not isinstance(kind, Global) or kind.dotted != f"torch.{dtype.name}":
             raise self._bad(what, f"the DTensor is {dtype.name} {shape}, and its specification says {said}")
