@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Shard
 import reshard
 from house.expected import raised
 from house.promises import command
-from house.saves import LAUNCHERS, same, wanted
+from house.saves import LAUNCHERS, make_save, same, wanted
 from laws.item_files import Items, save_items
 from laws.rank_files import FSDP1, World, save_accelerate, save_verl, small_model
 from reshard.choices import TargetFormat
@@ -117,6 +117,16 @@ def test_files_of_accelerate_and_items_too(tmp_path: Path) -> None:
         result = reshard.ensure(tmp_path / name, dp=3)
         assert ranks_in(result) == 3
         assert same(tmp_path / name, result)
+
+
+def test_a_save_directory_of_deepspeed_stays_one(tmp_path: Path) -> None:
+    """Other files may lie beside `latest`."""
+    save = make_save(tmp_path / "save")
+    for name in ("metadata.pkl", "optimizer_0.pt", "latest_checkpointed_iteration.txt"):
+        (save / name).write_text("3")
+    result = Path(reshard.ensure(save, dp=3))
+    assert (result / "latest").read_text() == "global_step3"
+    assert same(save / "global_step3", result / "global_step3")
 
 
 def test_another_kind_of_run_gets_its_own_files(run: Path) -> None:

@@ -145,6 +145,8 @@ def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> 
 
 def _of_ranks(src: str, tag: str | None) -> LocalSource | None:
     """Files of FSDP's ranks: one directory, or a step of verl or SkyRL with one for each model; None for others."""
+    if tag is None and _pointed(src) is not None:
+        return None  # a save directory of DeepSpeed, whatever else lies in it
     place = os.path.realpath(src if tag is None else os.path.join(src, tag))
     if _holds_rank(place):
         return LocalSource(place, (os.path.basename(place),), names_tag=False, distributed=True)
