@@ -482,7 +482,7 @@ class FsdpRanksOptions(FormatOptions):
             label="Version of FSDP",
         ),
     ] = Field(default=None, ge=1, le=2)
-    """The version of FSDP that the run uses. Files of FSDP2 are written; those of FSDP1 are refused."""
+    """The version of FSDP that the run uses. Files of FSDP1 are written for verl, from verl's files of FSDP1."""
 
 
 class WeightsOptions(FormatOptions):

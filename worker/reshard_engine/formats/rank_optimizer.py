@@ -199,6 +199,8 @@ class ReadOptimizer:
     """The numbers in each param group, in its order."""
     flat: bool = False
     """True for FSDP1, whose states are slices of flattened parameters."""
+    units: tuple[tuple[str, ...], ...] = ()
+    """The parameters of each flat parameter in the order of their numbers; empty where states are the parameters'."""
     undecided: tuple[Undecided, ...] = ()
     assumed: tuple[Undecided, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -657,6 +659,7 @@ class _Reading:
         if len(self._groups) > 1:
             raise _Unread("the optimizer groups flat parameters of FSDP1", _WEIGHTS, Question.OPTIMIZER)
         self._found.counts_all = True
+        self._found.units = tuple(map(tuple, units))
         for key, unit in zip(keys, units, strict=True):
             self._cut_unit(key, unit)
         # Units come in another order than the parameters that a run with other units numbers.

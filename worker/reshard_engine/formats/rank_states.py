@@ -465,11 +465,14 @@ def model_entries(checkpoint: Checkpoint, rank: TensorsOfRank, carried: Callable
     return found
 
 
+def number_entries(parameter: Parameter) -> dict[str | int, Node]:
+    """The states of a parameter that are numbers, the step first, as torch has them."""
+    return {n: number_node(n, parameter.scalars[n]) for n in sorted(parameter.scalars, key=lambda n: n != STEP)}
+
+
 def state_entries(parameter: Parameter, rank: TensorsOfRank) -> dict[str | int, Node]:
     """The states of a parameter on a rank: its numbers first, as torch has them."""
-    found: dict[str | int, Node] = {}
-    for name in sorted(parameter.scalars, key=lambda n: n != STEP):
-        found[name] = number_node(name, parameter.scalars[name])
+    found = number_entries(parameter)
     for name, number in parameter.states.items():
         if name != "fp32":
             found[name] = rank.parameter(number, parameter.weight)

@@ -254,6 +254,10 @@ class SavedRanks:
     """The optimizer's number of each parameter; empty where names are its keys, and for flat parameters."""
     lists: tuple[tuple[int, ...], ...]
     """The numbers in each param group."""
+    units: tuple[tuple[int, ...], ...]
+    """The parameters of each flat parameter of FSDP1 by number; empty for `use_orig_params=True`, and for FSDP2."""
+    cuts: Mapping[int, tuple[tuple[int, ...], ...]]
+    """The elements that each rank holds of a parameter's states under FSDP1: one tuple where all states agree."""
     has_extra: bool
     """True if the save has the extra state."""
     versions: Node = None

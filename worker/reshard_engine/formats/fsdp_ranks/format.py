@@ -59,6 +59,7 @@ from reshard_engine.formats.numbered import (
 from reshard_engine.formats.rank_optimizer import (
     RankStates,
     ReadOptimizer,
+    Slice,
     read_optimizer,
     states_of_rank,
 )
@@ -159,7 +160,7 @@ class FsdpRanks(Format):
         return suggested_patterns(listing.by_name)
 
     def writer(self, target: str) -> Writer:
-        """The writer of files of FSDP2's ranks."""
+        """The writer of files of FSDP's ranks."""
         return FsdpRanksWriter()
 
     def check_request(self, request: ConvertRequest) -> None:
@@ -175,8 +176,10 @@ class FsdpRanks(Format):
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """The names of numbers, and what plain tensors are, in files whose numbers and tensors stay as they are."""
         saved = checkpoint.facts.saved if isinstance(checkpoint.facts, RankFacts) else None
-        framework = request.options.of(FsdpRanksOptions).rank_framework
-        kept = saved is not None and bool(saved.numbers) and framework is not RankFramework.ACCELERATE
+        options = request.options.of(FsdpRanksOptions)
+        if saved is None or options.rank_framework is RankFramework.ACCELERATE:
+            return ()
+        kept = bool(saved.numbers) or (bool(saved.units) and options.fsdp_version != 2)
         return (Question.ORDER, Question.BUFFERS) if kept else ()
 
     def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
@@ -201,7 +204,9 @@ class FsdpRanks(Format):
         refusal = tried.refusal(to, options=Options(deepspeed=DeepSpeedOptions(dp=2)))
         if refusal is not None:
             return [tried.impossible(f"{to} --dp", refusal)]
-        return [tried.possible(f"{to} --dp", "any number of ranks of FSDP2", f"--to {to} --dp 2")]
+        saved = tried.checkpoint.facts.saved
+        version = 2 if saved is None or saved.fsdp is None else saved.fsdp
+        return [tried.possible(f"{to} --dp", f"any number of ranks of FSDP{version}", f"--to {to} --dp 2")]
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The rank in a file's name."""
@@ -326,9 +331,25 @@ class _Assembly:
             other_cuts=tuple(n for n, dims in cut.items() if dims != [0] or held[n].dims[-1] is None),
             numbers={weights[n]: i for n, i in numbers.items() if n in weights},
             lists=() if self._optimizer is None else self._optimizer.lists,
+            units=() if self._optimizer is None else tuple(tuple(weights[n] for n in u) for u in self._optimizer.units),
+            cuts={weights[n]: cuts for n, cuts in self._cuts().items() if n in weights},
             has_extra=bool(self._set.extra),
             versions=self._model.versions,
         )
+
+    def _cuts(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The elements of each parameter's states by rank, where FSDP1 cut it from a flat parameter."""
+        found: dict[str, tuple[tuple[int, ...], ...]] = {}
+        for name, states in ({} if self._optimizer is None else self._optimizer.states).items():
+            lengths: dict[tuple[int, ...], None] = {}
+            for _, elements in states.values():
+                slices = [e for e in elements if isinstance(e, Slice)]
+                by_rank = {s.rank: s.end - s.begin for s in slices}
+                if slices:
+                    lengths[tuple(by_rank.get(rank, 0) for rank in range(self._world))] = None
+            if lengths:
+                found[name] = tuple(lengths)
+        return found
 
     def _version(self, held: Iterable[Held]) -> int | None:
         """The version of FSDP that saved the files.

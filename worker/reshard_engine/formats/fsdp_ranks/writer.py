@@ -1,10 +1,20 @@
-"""Files of FSDP2's ranks for any number of ranks, as verl, SkyRL and Accelerate without DCP load them.
+"""Files of FSDP's ranks for any number of ranks, as verl, SkyRL and Accelerate without DCP load them.
 
 Their loaders copy each tensor onto one of the run, which torch does between equal meshes only: shape, names of the
 axes and type of the devices must be those of the run. Storages are as long as the shards; FSDP2's own are padded.
 
+FSDP1 is written for verl, from verl's files of FSDP1. Its models are rows on a mesh, as those of FSDP2. Its optimizer
+keeps slices of flat parameters, one for each module that FSDP wraps (a unit):
+
+- `use_orig_params=False`: one state for each unit, of one length on all ranks, with zeros behind the last element.
+- `use_orig_params=True`: the slices of each parameter that lie on the rank, and nothing for parameters of which it
+  holds nothing. Each parameter of a unit begins at a multiple of 16 bytes of the type that the run computes in. No file
+  says that type: the cuts of the source's ranks prove it, and where they leave two ways that differ, it is refused.
+
 Source: torch 2.13.0 `distributed/tensor/_dtensor_spec.py`, `distributed/device_mesh.py` (`__eq__`, `__setstate__`),
-`distributed/fsdp/_fully_shard/_fsdp_param.py` (rows by `torch.chunk`; no shards of tensors without dimensions); verl
+`distributed/fsdp/_fully_shard/_fsdp_param.py` (rows by `torch.chunk`; no shards of tensors without dimensions),
+`distributed/fsdp/_flat_param.py` (`_init_flat_param_and_metadata`: padding; `_get_shard`: equal shares),
+`distributed/fsdp/_init_utils.py` (one rank is not sharded); verl
 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`, `workers/engine/fsdp/utils.py` (`create_device_mesh`),
 `workers/config/optimizer.py` (one group of all parameters); accelerate 1.15.0 `utils/fsdp_utils.py`; verified by
 loading with verl and with Accelerate. SkyRL `skyrl_train/distributed/fsdp_strategy.py`: by its source alone.
@@ -22,7 +32,7 @@ from reshard.choices import OpaquePolicy, RankFramework, RngPolicy
 from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import FsdpRanksOptions
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
 from reshard_engine.formats.dtensors import (
     ProcessGroups,
@@ -43,21 +53,25 @@ from reshard_engine.formats.fsdp_ranks.files import (
     RankFacts,
     SavedRanks,
 )
-from reshard_engine.formats.rank_states import VERSIONS, model_entries, state_entries
+from reshard_engine.formats.model_weights import plain_name
+from reshard_engine.formats.rank_states import VERSIONS, model_entries, number_entries, state_entries
 from reshard_engine.formats.torch_archive import tree_template, under_policy
 from reshard_engine.formats.trainer_files import RANK_STATES
 from reshard_engine.pickles.nodes import (
     Node,
     PList,
+    PRuns,
     is_mapping,
     mapping_items,
     mapping_of,
     ordered_dict,
 )
-from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
+from reshard_engine.tensors.layout import ZEROS, TargetFile, TargetLayout, literal_template
 
 _NUMBERING = (RankFramework.VERL, RankFramework.SKYRL)
 """Frameworks whose optimizer numbers parameters. They have the same names of files, too."""
+_FLATTENING = RankFramework.VERL
+"""The framework whose files of FSDP1 are written: SkyRL has FSDP2 alone, and Accelerate does not load its own."""
 _AXES: Mapping[int, tuple[str, ...]] = {1: ("fsdp",), 2: ("ddp", "fsdp")}
 """The axes of verl's and SkyRL's meshes, by their number."""
 _RANDOM = frozenset({"cpu", "numpy", "random"})
@@ -116,6 +130,8 @@ class _Target:
     shape: Shape
     """The shape of the mesh: all ranks, or replicas and the ranks of one copy."""
     names: tuple[str, ...] | None
+    fsdp: int
+    """The version of FSDP of the run that loads the files."""
 
     @property
     def world(self) -> int:
@@ -150,7 +166,7 @@ class _Target:
     @property
     def versions(self) -> Node:
         """The versions of the model's modules; None where nothing says them under the names of this run."""
-        return self.saved.versions if self.saved is not None and self.own and self.saved.fsdp == 2 else None
+        return self.saved.versions if self.saved is not None and self.own and self.saved.fsdp == self.fsdp else None
 
     @property
     def random_states(self) -> Sequence[Mapping[str, Node]]:
@@ -200,26 +216,61 @@ class _Target:
                 "files of FSDP's ranks have other names and keys for each framework, and the source is of none",
                 fix="say which one loads them: --rank-framework verl, skyrl or accelerate",
             )
-        _require_fsdp2(options.fsdp_version, saved)
+        version = _version(options.fsdp_version, framework, saved, optimizer=checkpoint.optimizer is not None)
         mesh = None if saved is None else saved.mesh
         require_rows(mesh, () if saved is None else saved.other_cuts)
         device = device_of(options.device_type, mesh)
         shape = mesh_shape(request.options.deepspeed.dp or 1, options.fsdp_size, mesh)
-        return cls(checkpoint, request, saved, framework, device, shape, _names(framework, saved, len(shape)))
+        if version == 1:
+            _require_one_copy(shape)
+        names = _names(framework, saved, len(shape))
+        return cls(checkpoint, request, saved, framework, device, shape, names, version)
 
 
-def _require_fsdp2(said: int | None, saved: SavedRanks | None) -> None:
-    """Refuse a run of FSDP1, whose files are others, and a source that does not say which one it is of."""
+def _version(said: int | None, framework: RankFramework, saved: SavedRanks | None, *, optimizer: bool) -> int:
+    """The version of FSDP of the run, as the user says it, else the source.
+
+    Args:
+        said: The user's word.
+        framework: The one that loads the files.
+        saved: How the source's run saved it.
+        optimizer: True if there is one, of which FSDP1 keeps flat parameters.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for FSDP1 without verl's files of FSDP1, and for a source that does not
+            say which one it is of.
+    """
     version = said or (2 if saved is None else saved.fsdp)
     if version == 2:
-        return
-    text = "the source does not say if its run uses FSDP1 or FSDP2"
-    if version == 1:
+        return version
+    origin = None if saved is None else saved.fsdp
+    flat = origin == 1 or (origin is None and not optimizer)
+    if version == 1 and flat and saved is not None and saved.framework is framework is _FLATTENING:
+        return version
+    fix = "set the run to FSDP2 (strategy fsdp2 of verl, fsdp_version 2 of Accelerate) and say so: --fsdp-version 2"
+    if version is None:
+        text = "the source does not say if its run uses FSDP1 or FSDP2, whose files differ"
+        fix += "; for verl with FSDP1: --fsdp-version 1"
+    else:
         text = "the run uses FSDP1" if said else "the source was saved by FSDP1, and so its run loads files of FSDP1"
+        why = f"{framework} loads none" if origin == 1 else "nothing says which modules are its units"
+        text = f"{text}; files of FSDP2 are written, and none of FSDP1 but from verl's own for verl: {why}"
+    raise RequestError("request.unsatisfiable", text, fix=fix)
+
+
+def _require_one_copy(shape: Shape) -> None:
+    """Refuse runs of FSDP1 that keep their optimizer in another form.
+
+    Source: torch 2.13.0 `distributed/fsdp/_init_utils.py` (`NO_SHARD` for one rank); verl 0.9.1
+    `workers/engine/fsdp/utils.py` (`get_sharding_strategy`: HYBRID_SHARD on a mesh of two axes).
+    """
+    if len(shape) == 1 and shape[0] > 1:
+        return
+    text = "keeps whole parameters on one rank (NO_SHARD)" if len(shape) == 1 else "of replicas is HYBRID_SHARD"
     raise RequestError(
         "request.unsatisfiable",
-        f"{text}; files of FSDP2 are written, and none of FSDP1",
-        fix="set the run to FSDP2 (strategy fsdp2 of verl, fsdp_version 2 of Accelerate) and say so: --fsdp-version 2",
+        f"FSDP1 {text}, and only files of FULL_SHARD are written",
+        fix="--dp 2 or more, without replicas, or a run of FSDP2: --fsdp-version 2",
     )
 
 
@@ -280,6 +331,169 @@ def _keys_of(target: _Target) -> _Keys:
     return _Keys({n: i for i, n in enumerate(order)}, [list(range(len(order))) for _ in groups])
 
 
+# FSDP1: the optimizer's states are slices of flat parameters.
+
+_WRAPPER = "_fsdp_wrapped_module"
+"""The last part of the name of each module that FSDP1 wraps, in the versions of a model's modules."""
+_ALIGNMENTS = (2, 4, 8, 16)
+"""The elements in 16 bytes of each type that a run may compute in: fp64, fp32, bf16 and fp16, and fp8."""
+_OTHERWISE = "go on with FSDP2: strategy fsdp2 of verl, and --fsdp-version 2"
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A flat parameter of FSDP1: the parameters of a module, one after another."""
+
+    members: tuple[Parameter, ...]
+    begins: tuple[int, ...]
+    """The first element of each parameter in it."""
+    length: int
+    """The elements up to the end of the last parameter."""
+
+    @classmethod
+    def of(cls, members: Sequence[Parameter], aligned: int) -> _Unit:
+        """Lay parameters out so that each begins at a multiple of `aligned` elements."""
+        begins, at = list[int](), 0
+        for parameter in members:
+            begins.append(-(-at // aligned) * aligned)
+            at = begins[-1] + prod(parameter.shape)
+        return cls(tuple(members), tuple(begins), at)
+
+    def share(self, world: int) -> int:
+        """The elements of it on each rank. Those behind its end are padding."""
+        return -(-self.length // world)
+
+    def on(self, rank: int, world: int) -> Iterator[tuple[Parameter, int, int]]:
+        """The parameters that lie on a rank, each with its first and last element there, the latter excluded."""
+        share = self.share(world)
+        for parameter, begin in zip(self.members, self.begins, strict=True):
+            first = max(rank * share - begin, 0)
+            last = min((rank + 1) * share - begin, prod(parameter.shape))
+            if first < last:
+                yield parameter, first, last
+
+
+def _cuts(units: Sequence[_Unit], world: int) -> dict[int | None, tuple[int, ...]]:
+    """The elements of each weight's parameter by rank."""
+    found: dict[int | None, list[int]] = {p.weight: [0] * world for unit in units for p in unit.members}
+    for unit in units:
+        for rank in range(world):
+            for parameter, first, last in unit.on(rank, world):
+                found[parameter.weight][rank] = last - first
+    return {weight: tuple(lengths) for weight, lengths in found.items()}
+
+
+class _Flat:
+    """The units of a run of FSDP1, and what a rank's optimizer holds of them."""
+
+    def __init__(self, target: _Target, saved: SavedRanks) -> None:
+        """Find the units as the source has them.
+
+        Raises:
+            RequestError: `request.unsatisfiable` where the source does not prove them.
+        """
+        self._target = target
+        self.whole = bool(saved.units)
+        """True for `use_orig_params=False`: each unit has one state."""
+        if self.whole:
+            by_weight = {p.weight: p for p in target.checkpoint.parameters}
+            self.units = [_Unit.of([by_weight[w] for w in unit], 1) for unit in saved.units]
+        else:
+            self.units = self._proven(saved)
+
+    def _proven(self, saved: SavedRanks) -> list[_Unit]:
+        """The units of `use_orig_params=True`, by the names of wrapped modules and the cuts of the source's ranks."""
+        world = max((len(lengths) for cuts in saved.cuts.values() for lengths in cuts), default=0)
+        states = any(p.states.keys() - {"fp32"} for p in self._target.checkpoint.trained)
+        if not states:
+            return []
+        members = self._members(saved)
+        if not world or not members:
+            text = "which modules FSDP1 wrapped" if world else "how FSDP1 cuts the states: one rank saved them whole"
+            raise RequestError("request.unsatisfiable", f"the source does not say {text}", fix=_OTHERWISE)
+        tried = {aligned: [_Unit.of(m, aligned) for m in members] for aligned in _ALIGNMENTS}
+        fitting: dict[int, list[_Unit]] = {}
+        for aligned, units in tried.items():
+            cuts = _cuts(units, world)
+            if all((cuts.get(weight),) == held for weight, held in saved.cuts.items()):
+                fitting[aligned] = units
+        if not fitting:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the states of the source's {world} ranks are not cut as FSDP1 cuts the {len(members)} modules that "
+                "it wrapped, with any padding between parameters",
+                fix=_OTHERWISE,
+            )
+        ways = {aligned: self._of_states(units, saved) for aligned, units in fitting.items()}
+        if any(way != ways[next(iter(ways))] for way in ways.values()):
+            said = listed([f"{aligned} elements" for aligned in fitting])
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the cuts of the source's {world} ranks fit several paddings between parameters ({said}: 16 bytes of "
+                f"the type that the run computes in), which cut the states of {self._target.world} ranks in other ways",
+                fix=f"choose another --dp, or {_OTHERWISE}",
+            )
+        return next(iter(fitting.values()))
+
+    def _of_states(self, units: Sequence[_Unit], saved: SavedRanks) -> dict[int | None, tuple[int, ...]]:
+        """The cuts for the target's ranks of those parameters that have states."""
+        return {w: lengths for w, lengths in _cuts(units, self._target.world).items() if w in saved.cuts}
+
+    def _members(self, saved: SavedRanks) -> list[list[Parameter]]:
+        """The parameters of each module that FSDP1 wrapped, in the order of the model; none if nothing says them.
+
+        A module's parameters are of the innermost module around them that is wrapped.
+        """
+        checkpoint = self._target.checkpoint
+        names = list(mapping_items(saved.versions, what=VERSIONS)) if is_mapping(saved.versions) else []
+        split = (str(name).split(".") for name in names)
+        wrapped = {plain_name(".".join(parts)) for parts in split if parts[-1] == _WRAPPER}
+        by_name = {p.fqn: p for p in checkpoint.parameters}
+        found: dict[str, list[Parameter]] = {}
+        for name in dict.fromkeys(checkpoint.shared.get(n, n) for n in checkpoint.module_names):
+            if name not in by_name or by_name[name].weight in saved.plain:
+                continue
+            parts = plain_name(name).split(".")
+            around = (".".join(parts[:length]) for length in reversed(range(len(parts))))
+            unit = next((module for module in around if module in wrapped), None)
+            if unit is None:
+                return []
+            found.setdefault(unit, []).append(by_name[name])
+        return list(found.values())
+
+    def states(self, rank: int, keys: Mapping[str, str | int]) -> dict[str | int, dict[str | int, Node]]:
+        """The states of a rank by number."""
+        world, found = self._target.world, dict[str | int, dict[str | int, Node]]()
+        for number, unit in enumerate(self.units):
+            held = list(unit.on(rank, world))
+            if self.whole:
+                found[number] = self._of_unit(unit, held)
+                continue
+            for parameter, first, last in held:
+                if parameter.trained:
+                    entries = self._slices([(parameter, first, last)], parameter, last - first)
+                    found[keys[parameter.fqn]] = entries
+        return found
+
+    def _of_unit(self, unit: _Unit, held: Sequence[tuple[Parameter, int, int]]) -> dict[str | int, Node]:
+        return self._slices(held, unit.members[0], unit.share(self._target.world))
+
+    def _slices(
+        self, held: Sequence[tuple[Parameter, int, int]], first: Parameter, length: int
+    ) -> dict[str | int, Node]:
+        """The numbers and the states of a flat parameter or of a slice, with zeros behind the last element."""
+        tensors = self._target.checkpoint.shard_map.tensors
+        found = number_entries(first)
+        for state, number in first.states.items():
+            if state == "fp32":
+                continue
+            runs = [(p.states[state], begin, end) for p, begin, end in held]
+            if padding := length - sum(end - begin for _, begin, end in runs):
+                runs.append((ZEROS, 0, padding))
+            found[state] = PRuns(tensors[number].dtype.name, (length,), tuple(runs))
+        return found
+
+
 # The files.
 
 
@@ -303,7 +517,14 @@ class _Files:
         if optimizer is not None and target.checkpoint.trained and not optimizer.groups:
             text = "the source keeps no hyper-parameters of its param groups"
             raise RequestError("request.unsatisfiable", text, fix=_WEIGHTS)
-        self._keys = None if optimizer is None else _keys_of(target)
+        self._flat: _Flat | None = None
+        if target.fsdp == 1 and target.saved is not None and optimizer is not None:
+            self._flat = _Flat(target, target.saved)
+        self._keys: _Keys | None = None
+        if self._flat is not None and self._flat.whole:
+            self._keys = _Keys({}, [list(range(len(self._flat.units)))])
+        elif optimizer is not None:
+            self._keys = _keys_of(target)
         self._extra = target.extra
 
     def of_all_ranks(self) -> Iterator[TargetFile]:
@@ -312,12 +533,12 @@ class _Files:
         for number in range(target.world):
             rank = TensorsOfRank(target.mesh, number, target.checkpoint.shard_map.tensors, target.plain)
             if self._keys is not None:
-                yield self._file("optim", number, self._optimizer(rank, self._keys))
+                yield self._file("optim", number, self._optimizer(rank, number, self._keys))
             if self._extra is not None:
                 yield self._file("extra_state", number, self._extra_state(number, self._extra))
             yield self._file("model", number, self._model(rank))
         if target.numbers:
-            said = {VERSION: 2} if target.framework is RankFramework.VERL else {STRATEGY: "fsdp2"}
+            said = {VERSION: target.fsdp} if target.framework is RankFramework.VERL else {STRATEGY: "fsdp2"}
             text = json.dumps({**said, "world_size": target.world}, indent=4)
             yield TargetFile(CONFIG, literal_template(text.encode()), ())
             for path, data in target.saved.beside.items() if target.saved is not None else ():
@@ -344,8 +565,11 @@ class _Files:
             node.state, node.has_state = mapping_of({VERSIONS: versions}), True
         return node
 
-    def _optimizer(self, rank: TensorsOfRank, keys: _Keys) -> Node:
-        held = {keys.keys[p.fqn]: state_entries(p, rank) for p in self._checkpoint.trained}
+    def _optimizer(self, rank: TensorsOfRank, number: int, keys: _Keys) -> Node:
+        if self._flat is None:
+            held = {keys.keys[p.fqn]: state_entries(p, rank) for p in self._checkpoint.trained}
+        else:
+            held = self._flat.states(number, keys.keys)
         states = {k: mapping_of(s) for k, s in held.items() if s}
         if self._target.numbers:
             states = dict(sorted(states.items(), key=lambda item: int(item[0])))
