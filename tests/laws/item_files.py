@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
@@ -228,6 +229,8 @@ def _differences(a: Any, b: Any, at: str = "") -> list[str]:
     if isinstance(a, torch.Tensor):
         same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         return [] if same else [f"{at}: {a}, {b}"]
+    if isinstance(a, np.ndarray):  # of numpy's random state
+        return [] if (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()) else [f"{at}: {a}, {b}"]
     if isinstance(a, dict):
         if list(a) != list(b):
             return [f"{at}: {list(a)}, {list(b)}"]

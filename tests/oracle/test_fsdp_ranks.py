@@ -180,6 +180,26 @@ def test_files_for_other_ranks_hold_each_tensor_of_the_run(
     assert json.loads(json.dumps(groups)) == case.facts["groups"]
 
 
+@pytest.mark.parametrize(("name", "other"), [("verl_fsdp1_flat_w2", 3), ("verl_fsdp1_orig_w4", 3)])
+def test_files_of_fsdp1_for_the_same_ranks_are_those_of_verl(
+    name: str, other: int, place: Path, tmp_path: Path
+) -> None:
+    """Also by way of another number of ranks: tensor for tensor, with meshes, numbers and module versions."""
+    case = rank_case(name, place)
+    world = case.facts["world"]
+    for source, target, dp in ((None, "same", world), (None, "other", other), ("other", "back", world)):
+        read = case.checkpoint if source is None else tmp_path / source
+        reshard.convert(read, tmp_path / target, to="fsdp_ranks", dp=dp, progress=False)
+    assert folder_differences(case.checkpoint, tmp_path / "same") == []
+    lost = {f"extra_state_world_size_{world}_rank_{r}.pt" for r in range(other, world)}  # it has another random state
+    assert {d.partition(".rng")[0] for d in folder_differences(case.checkpoint, tmp_path / "back")} <= lost
+    versions = [
+        torch.load(d / f"model_world_size_{world}_rank_0.pt", weights_only=True)._metadata
+        for d in (case.checkpoint, tmp_path / "back")
+    ]
+    assert versions[0] == versions[1]
+
+
 @pytest.mark.parametrize("name", FULL)
 def test_a_trainers_files_beside_full_files_are_written_again(name: str, place: Path, tmp_path: Path) -> None:
     case, framework = rank_case(name, place), name.partition("_")[0].replace("acc", "accelerate")
