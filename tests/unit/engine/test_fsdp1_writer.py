@@ -74,6 +74,14 @@ def _changed(folder: Path, item: str, change: Callable[[Any], None]) -> None:
         torch.save(value, file)
 
 
+def test_lengths_alone_say_the_units_with_a_warning(tmp_path: Path) -> None:
+    for name, world in (("in", 4), ("wanted", 3)):
+        _changed(save_fsdp1(tmp_path / name, world, orig=False), "model", _without_wrappers)
+    result = convert(tmp_path / "in", tmp_path / "out", 3)
+    assert folder_differences(tmp_path / "out", tmp_path / "wanted") == []
+    assert any("cut as FSDP1 flattens" in w for w in result.warnings)
+
+
 def _without_wrappers(model: Any) -> None:
     model._metadata = None
 
@@ -90,6 +98,7 @@ def _other_modules(model: Any) -> None:
         (False, {"fsdp_size": 2, "dp": 4}, None, "HYBRID_SHARD"),
         (False, {"rank_framework": "skyrl"}, None, "skyrl loads none"),
         (False, {"rank_framework": "accelerate"}, None, "accelerate loads none"),
+        (False, {}, _other_modules, "names 3 modules that FSDP1 wrapped, and they are others"),
         (True, {}, _without_wrappers, "which modules FSDP1 wrapped"),
         (True, {}, _other_modules, "are not cut as FSDP1 cuts the 3 modules"),
     ],

@@ -179,7 +179,9 @@ class FsdpRanks(Format):
         options = request.options.of(FsdpRanksOptions)
         if saved is None or options.rank_framework is RankFramework.ACCELERATE:
             return ()
-        kept = bool(saved.numbers) or (bool(saved.units) and options.fsdp_version != 2)
+        # The names of wrapped modules in the model's file say the units of FSDP1, too.
+        units = bool(saved.units) and saved.versions is not None and options.fsdp_version != 2
+        kept = bool(saved.numbers) or units
         return (Question.ORDER, Question.BUFFERS) if kept else ()
 
     def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:

@@ -395,11 +395,23 @@ class _Flat:
         self._target = target
         self.whole = bool(saved.units)
         """True for `use_orig_params=False`: each unit has one state."""
-        if self.whole:
-            by_weight = {p.weight: p for p in target.checkpoint.parameters}
-            self.units = [_Unit.of([by_weight[w] for w in unit], 1) for unit in saved.units]
-        else:
-            self.units = self._proven(saved)
+        self.units = self._of_lengths(saved) if self.whole else self._proven(saved)
+
+    def _of_lengths(self, saved: SavedRanks) -> list[_Unit]:
+        """The units of `use_orig_params=False`, whose lengths the reader found to fit.
+
+        Lengths are rounded up to the ranks. Where the model's file names the wrapped modules, they must be the same.
+        """
+        by_weight = {p.weight: p for p in self._target.checkpoint.parameters}
+        named = {tuple(p.weight for p in members) for members in self._members(saved)}
+        if named and named != {*saved.units}:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the model's file names {len(named)} modules that FSDP1 wrapped, and they are others than those whose "
+                "flat parameters have the lengths of the optimizer's states",
+                fix=_OTHERWISE,
+            )
+        return [_Unit.of([by_weight[w] for w in unit], 1) for unit in saved.units]
 
     def _proven(self, saved: SavedRanks) -> list[_Unit]:
         """The units of `use_orig_params=True`, by the names of wrapped modules and the cuts of the source's ranks."""
