@@ -256,8 +256,8 @@ class SavedRanks:
     """The numbers in each param group."""
     units: tuple[tuple[int, ...], ...]
     """The parameters of each flat parameter of FSDP1 by number; empty for `use_orig_params=True`, and for FSDP2."""
-    cuts: Mapping[int, tuple[tuple[int, ...], ...]]
-    """The elements that each rank holds of a parameter's states under FSDP1: one tuple where all states agree."""
+    cuts: Mapping[int, Sequence[Mapping[int, int]]]
+    """Under FSDP1 the elements of a parameter's states by rank, without ranks that hold none: one where all agree."""
     has_extra: bool
     """True if the save has the extra state."""
     versions: Node = None

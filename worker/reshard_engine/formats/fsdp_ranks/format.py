@@ -339,18 +339,15 @@ class _Assembly:
             versions=self._model.versions,
         )
 
-    def _cuts(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+    def _cuts(self) -> dict[str, list[dict[int, int]]]:
         """The elements of each parameter's states by rank, where FSDP1 cut it from a flat parameter."""
-        found: dict[str, tuple[tuple[int, ...], ...]] = {}
+        found: dict[str, list[dict[int, int]]] = {}
         for name, states in ({} if self._optimizer is None else self._optimizer.states).items():
-            lengths: dict[tuple[int, ...], None] = {}
             for _, elements in states.values():
                 slices = [e for e in elements if isinstance(e, Slice)]
-                by_rank = {s.rank: s.end - s.begin for s in slices}
-                if slices:
-                    lengths[tuple(by_rank.get(rank, 0) for rank in range(self._world))] = None
-            if lengths:
-                found[name] = tuple(lengths)
+                lengths = {s.rank: s.end - s.begin for s in slices if s.end > s.begin}
+                if slices and lengths not in found.setdefault(name, []):
+                    found[name].append(lengths)
         return found
 
     def _version(self, held: Iterable[Held]) -> int | None:

@@ -373,14 +373,18 @@ class _Unit:
                 yield parameter, first, last
 
 
-def _cuts(units: Sequence[_Unit], world: int) -> dict[int | None, tuple[int, ...]]:
-    """The elements of each weight's parameter by rank."""
-    found: dict[int | None, list[int]] = {p.weight: [0] * world for unit in units for p in unit.members}
+def _cuts(units: Sequence[_Unit], world: int) -> dict[int | None, dict[int, int]]:
+    """The elements of each weight's parameter by rank, without ranks that hold none."""
+    found: dict[int | None, dict[int, int]] = {}
     for unit in units:
-        for rank in range(world):
-            for parameter, first, last in unit.on(rank, world):
-                found[parameter.weight][rank] = last - first
-    return {weight: tuple(lengths) for weight, lengths in found.items()}
+        share = unit.share(world)
+        for parameter, begin in zip(unit.members, unit.begins, strict=True):
+            end = begin + prod(parameter.shape)
+            found[parameter.weight] = {
+                rank: min(end, (rank + 1) * share) - max(begin, rank * share)
+                for rank in (range(begin // share, -(-end // share)) if begin < end else ())
+            }
+    return found
 
 
 class _Flat:
@@ -415,19 +419,21 @@ class _Flat:
 
     def _proven(self, saved: SavedRanks) -> list[_Unit]:
         """The units of `use_orig_params=True`, by the names of wrapped modules and the cuts of the source's ranks."""
-        world = max((len(lengths) for cuts in saved.cuts.values() for lengths in cuts), default=0)
+        world = self._target.checkpoint.world["dp"]
         states = any(p.states.keys() - {"fp32"} for p in self._target.checkpoint.trained)
         if not states:
             return []
         members = self._members(saved)
-        if not world or not members:
-            text = "which modules FSDP1 wrapped" if world else "how FSDP1 cuts the states: one rank saved them whole"
+        if not saved.cuts or not members:
+            text = (
+                "which modules FSDP1 wrapped" if saved.cuts else "how FSDP1 cuts the states: one rank saved them whole"
+            )
             raise RequestError("request.unsatisfiable", f"the source does not say {text}", fix=_OTHERWISE)
         tried = {aligned: [_Unit.of(m, aligned) for m in members] for aligned in _ALIGNMENTS}
         fitting: dict[int, list[_Unit]] = {}
         for aligned, units in tried.items():
             cuts = _cuts(units, world)
-            if all((cuts.get(weight),) == held for weight, held in saved.cuts.items()):
+            if all([cuts.get(weight)] == [*held] for weight, held in saved.cuts.items()):
                 fitting[aligned] = units
         if not fitting:
             raise RequestError(
@@ -442,12 +448,12 @@ class _Flat:
             raise RequestError(
                 "request.unsatisfiable",
                 f"the cuts of the source's {world} ranks fit several paddings between parameters ({said}: 16 bytes of "
-                f"the type that the run computes in), which cut the states of {self._target.world} ranks in other ways",
+                f"the type that the run computes in), which cut {self._target.world} ranks in different ways",
                 fix=f"choose another --dp, or {_OTHERWISE}",
             )
         return next(iter(fitting.values()))
 
-    def _of_states(self, units: Sequence[_Unit], saved: SavedRanks) -> dict[int | None, tuple[int, ...]]:
+    def _of_states(self, units: Sequence[_Unit], saved: SavedRanks) -> dict[int | None, dict[int, int]]:
         """The cuts for the target's ranks of those parameters that have states."""
         return {w: lengths for w, lengths in _cuts(units, self._target.world).items() if w in saved.cuts}
 
@@ -479,16 +485,13 @@ class _Flat:
         for number, unit in enumerate(self.units):
             held = list(unit.on(rank, world))
             if self.whole:
-                found[number] = self._of_unit(unit, held)
+                found[number] = self._slices(held, unit.members[0], unit.share(world))
                 continue
             for parameter, first, last in held:
                 if parameter.trained:
                     entries = self._slices([(parameter, first, last)], parameter, last - first)
                     found[keys[parameter.fqn]] = entries
         return found
-
-    def _of_unit(self, unit: _Unit, held: Sequence[tuple[Parameter, int, int]]) -> dict[str | int, Node]:
-        return self._slices(held, unit.members[0], unit.share(self._target.world))
 
     def _slices(
         self, held: Sequence[tuple[Parameter, int, int]], first: Parameter, length: int
