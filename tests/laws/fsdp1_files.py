@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import distribute_tensor
 
 from laws.rank_files import ROWS, World, numbers
@@ -67,13 +68,13 @@ def save_fsdp1(
             buffers = {name for name, _ in model.named_buffers()}
             held: Any = FullyShardedDataParallel(
                 model,
-                auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Layer),
+                auto_wrap_policy=ModuleWrapPolicy({Layer}),
                 device_id=torch.device("cpu"),
                 device_mesh=mesh,
                 mixed_precision=MixedPrecision(param_dtype=compute),
                 use_orig_params=orig,
             )
-            optimizer = torch.optim.AdamW(held.parameters(), lr=0.0, weight_decay=0.0)
+            optimizer: Any = torch.optim.AdamW(held.parameters(), lr=0.0, weight_decay=0.0)
             for name, parameter in held.named_parameters():
                 if parameter.numel() and name.replace("_fsdp_wrapped_module.", "") not in without:
                     parameter.grad = torch.zeros_like(parameter)
@@ -86,7 +87,7 @@ def save_fsdp1(
                 for n, v in whole.items()
             )
             found._metadata = OrderedDict(  # type: ignore[attr-defined]
-                (name, {"version": 1}) for name, _ in nn.Module.named_modules(held)
+                (name, {"version": 1}) for name, _ in held.named_modules()
             )
             items = {"model": found, "optim": optimizer.state_dict(), "extra_state": {"lr_scheduler": None}}
             for item, value in items.items():
