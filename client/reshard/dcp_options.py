@@ -87,7 +87,7 @@ DCP = InstalledFormat(
     implementation="reshard_engine.formats.dcp.format:Dcp",
     targets={
         "dcp": "PyTorch distributed checkpoint: FSDP, torchtitan, Accelerate, Trainer, Lightning",
-        "torch_save": "one file of torch.save: a DCP's state dict, or model and numbered optimizer",
+        "torch_save": "torch.save: one file, or full files of Accelerate and the Trainer (--framework)",
     },
     options=DcpOptions,
 )

@@ -348,10 +348,13 @@ def test_ties_and_missing_states_stay_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "text"),
     [
-        ({"framework": "trainer"}, "request.invalid", "a single file has the keys of a script, or Lightning's"),
+        ({"framework": "torchtitan"}, "request.invalid", "a single file has the keys of a script, or Lightning's"),
         ({"framework": "lightning"}, "request.unsatisfiable", "no state of Lightning's loops"),
         ({"target_model_key": "epoch"}, "request.unsatisfiable", "client state has the keys epoch"),
         ({"dtype": "bf16"}, "request.invalid", "no --dtype"),
+        ({"framework": "trainer", "dtype": "bf16"}, "request.invalid", "no --dtype"),
+        ({"framework": "trainer", "torch_file": "a.pt"}, "request.invalid", "names of their own, and --torch-file"),
+        ({"framework": "accelerate", "target_model_key": "net"}, "request.invalid", "and --target-model-key asks"),
     ],
 )
 def test_files_that_no_script_would_load_are_not_written(
@@ -363,3 +366,72 @@ def test_files_that_no_script_would_load_are_not_written(
     assert caught.value.code == code
     other = one_file(place, tmp_path / "said", target_model_key="net", target_optimizer_key="opt")
     assert {*other} == {"net", "opt", "epoch"}
+
+
+# -- the full files of Accelerate and the Trainer again ----------------------------------------------------------------
+
+
+def full_files(place: Path, out: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model and the optimizer of full files that are written."""
+    reshard.convert(place, out, to="torch_save", progress=False, **{"framework": "accelerate", **options})
+    found = (torch.load(out / f"{stem}.bin", weights_only=True) for stem in ("pytorch_model_fsdp", "optimizer"))
+    return next(found), next(found)
+
+
+def of_names(groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    return optimizer(groups, numbers={n: n for n in SHAPES})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["itself", "dcp", "universal", "torch_save"])
+def test_names_are_the_keys_of_full_files(way: str, tmp_path: Path) -> None:
+    """By whatever target the state came: the files are those of the run that saved it."""
+    source = tmp_path / "in"
+    source.mkdir()
+    torch.save(model(), source / "pytorch_model_fsdp.bin")
+    torch.save(of_names(DECAYING), source / "optimizer.bin")
+    torch.save({"last_epoch": 4, "base_lrs": [0.5, 0.25], "lr_lambdas": [{}, {}]}, source / "scheduler.bin")
+    torch.save({"seen": 9}, source / "custom_checkpoint_0.pkl")
+    more = {"param_order": "groups"} if way == "torch_save" else {}
+    if way != "itself":
+        reshard.convert(source, tmp_path / "way" / "s", to=way, progress=False)
+        source = tmp_path / "way" / "s"
+    weights, states = full_files(source, tmp_path / "out", **more)
+    assert [*weights] == [*SHAPES]
+    assert_right({"model": weights, "optimizer": states}, DECAYING)
+    assert all(held["step"] == 4 for held in states["state"].values())
+    kept = torch.load(tmp_path / "out" / "scheduler.bin", weights_only=True)
+    assert kept["lr_lambdas"] == ([None, None] if way == "dcp" else [{}, {}])
+    if way != "torch_save":  # its client state has a name of a script's own
+        assert torch.load(tmp_path / "out" / "custom_checkpoint_0.pkl", weights_only=True) == {"seen": 9}
+    assert read(tmp_path / "out").format == "fsdp-full-accelerate"
+
+
+def test_full_files_hold_zeros_of_their_own_for_what_was_never_updated(tmp_path: Path) -> None:
+    states = optimizer(DECAYING)
+    numbers = {n: i for i, n in enumerate(n for group in DECAYING for n in group)}
+    for name in ("a.weight", "b.weight"):
+        del states["state"][numbers[name]]
+    for group, names in zip(states["param_groups"], DECAYING, strict=True):
+        group |= {"param_names": names, "foreach": None}  # without it, nothing tells that this is torch's Adam
+    place = save(tmp_path / "a.pt", optimizer=states)
+    _, found = full_files(place, tmp_path / "out", framework="trainer")
+    begun = [found["state"][n][s] for n in ("a.weight", "b.weight") for s in ("exp_avg", "exp_avg_sq")]
+    assert all(torch.equal(t, torch.zeros(3, 3)) for t in begun)
+    assert len({t.data_ptr() for t in begun}) == len(begun)
+    assert (tmp_path / "out" / "trainer_state.json").exists()
+    _, left = full_files(place, tmp_path / "left", missing_moments="omit")
+    assert {*SHAPES} - left["state"].keys() == {"a.weight", "b.weight"}
+
+
+def test_a_distributed_checkpoint_becomes_a_scripts_file(tmp_path: Path) -> None:
+    """A framework's keys ask for the training state: its names become numbers, and nothing else does."""
+    groups = DECAYING
+    shards(save(tmp_path / "a.pt", optimizer=optimizer(groups)), tmp_path / "dcp", param_order="groups")
+    as_it_is = one_file(tmp_path / "dcp", tmp_path / "tree")
+    assert as_it_is["optimizer"]["state"].keys() == SHAPES.keys()
+    found = one_file(tmp_path / "dcp", tmp_path / "out", framework="state-dict")
+    parameters, adam = live(groups)
+    adam.load_state_dict(found["optimizer"])
+    for name, value in model().items():
+        assert torch.equal(found["model"][name], value)
+        assert torch.equal(adam.state[parameters[name]]["exp_avg"], value * 3)

@@ -472,12 +472,13 @@ def test_pairs_that_nothing_tells_apart_are_all_offered(ranks: bool, tmp_path: P
     [
         {"to": "dcp", "framework": "accelerate"},
         {"to": "torch_save"},
+        {"to": "torch_save", "framework": "accelerate"},
         {"to": "safetensors"},
         {"to": "fsdp_ranks", "dp": 2, "rank_framework": "verl", "device_type": "cpu"},
         {"to": "torch_checkpointing", "dp": 2, "device_type": "cpu"},
         {"to": "zero", "dp": 2, "zero_stage": 2},
     ],
-    ids=lambda to: str(to.get("framework", to["to"])),
+    ids=lambda to: "-".join(map(str, to.values())),
 )
 def test_no_target_loses_the_others_in_silence(to: dict[str, Any], tmp_path: Path) -> None:
     source = _file(_two_in_one)(Live(), tmp_path / "in")

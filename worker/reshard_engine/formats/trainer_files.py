@@ -30,7 +30,7 @@ META = "meta.pt"
 """Lightning's file beside the shards: all of its checkpoint but weights and optimizers."""
 FULL = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_([1-9]\d{0,3}))?\.bin")
 """Full files of a model and of its optimizer, each with its number."""
-_MODELS, OPTIMIZERS = "pytorch_model_fsdp", "optimizer"
+FULL_MODEL, OPTIMIZERS = "pytorch_model_fsdp", "optimizer"
 TRAINER_STATE = "trainer_state.json"
 """The Trainer's own state: counters and its log."""
 SCHEDULER = re.compile(r"scheduler(?:_\d{1,4})?\.(?:bin|pt)")
@@ -156,7 +156,7 @@ def chosen_model(where: str, models: Sequence[str], optimizers: Sequence[str], c
 
     Source: accelerate 1.15.0 `checkpointing.py`, `accelerator.py` (`save_state`).
     """
-    trains = {m: m.replace(_MODELS, OPTIMIZERS) for m in models}
+    trains = {m: m.replace(FULL_MODEL, OPTIMIZERS) for m in models}
     fix = ", or ".join(f"--model-key {m}" for m in models)
     said, optimizer = choices.model_key, choices.optimizer_key
     own = "".join(f"; {o} is that of {m}" for m, o in trains.items() if o in optimizers and len(models) > 1)

@@ -15,13 +15,12 @@ from reshard_engine.formats.dcp.facts import DATA_FILE, METADATA, SHARD_FILE, SU
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
 from reshard_engine.formats.dcp.reader.tensors import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.state_tree import (
-    TorchSaveWriter,
     optimizers_of,
     other_keys,
     read_state_tree,
     read_torch_tree,
 )
-from reshard_engine.formats.dcp.writer.writer import DcpWriter
+from reshard_engine.formats.dcp.writer.writer import DcpWriter, WholeFilesWriter, writes_full_files
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.formats.trainer_files import read_companions, trainer_facts
 from reshard_engine.pickles.nodes import Node, PLiteral, PTensor, mapping_items
@@ -31,6 +30,9 @@ from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.layout import KnownFiles
 from reshard_engine.tensors.shard_map import is_packed
+
+_KEYS = {"framework", "target_model_key", "target_optimizer_key"}
+"""Options that ask for keys."""
 
 
 class Dcp(Format):
@@ -44,9 +46,9 @@ class Dcp(Format):
     takes_choices = True
 
     def writer(self, target: str) -> Writer:
-        """The writer of shards, or of one file that holds everything."""
+        """The writer of shards, or of files with whole tensors."""
         if target == "torch_save":
-            return TorchSaveWriter()
+            return WholeFilesWriter()
         return DcpWriter()
 
     def check_request(self, request: ConvertRequest) -> None:
@@ -57,24 +59,29 @@ class Dcp(Format):
             raise RequestError("request.invalid", f"{flags}: for --to dcp", fix="--to dcp")
 
     def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
-        """A file of `torch.save` for a distributed target; a whole state dict for a target that is such a file."""
+        """A file of `torch.save` for a distributed target; a whole state dict for a target that is such a file.
+
+        Whoever asks for a framework's keys, or says an order, wants the training state, not the tree as it is.
+        """
         if request.to not in self.targets:
             return None
+        options = request.options.of(DcpOptions)
         place = location if request.source.tag is None else location.child(*request.source.tag.split("/"))
         if request.to == "torch_save":
+            if _KEYS & {*options.given()}:
+                return None
             state = read_state_tree(place, ledger)
             return None if state is None else replace(state, family=self.name)
         info = place.store.stat(place.path)
         if info is None:
             return None
         tree = read_torch_tree(place, info, ledger)
-        # Whoever asks for a framework's keys, or says an order, wants the training state, not the tree as it is.
-        asked = other_keys(request.options.of(DcpOptions)) or request.source.given()
+        asked = other_keys(options) or request.source.given()
         return None if asked and optimizers_of(tree) else replace(tree, family=self.name)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint, unless the request refuses parameters without optimizer states."""
-        if (facts := facts_of(checkpoint)) is not None and request.to == "dcp":
+        if (facts := facts_of(checkpoint)) is not None and (request.to == "dcp" or writes_full_files(request)):
             for other in facts.others:
                 other.refuse_undecided(Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
         idle = [p.fqn for p in checkpoint.trained if p.never_updated]
@@ -98,7 +105,8 @@ class Dcp(Format):
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """All but the names of numbered parameters, if the target keeps all models where the source has them."""
         facts, options = facts_of(checkpoint), request.options.of(DcpOptions)
-        if request.to == "torch_save":  # its optimizer numbers parameters, so that their order matters
+        if request.to == "torch_save" and not writes_full_files(request):
+            # Its optimizer numbers parameters, so that their order matters.
             return (Question.BUFFERS,)
         always = (Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
         if facts is None or options.framework not in (None, facts.framework):

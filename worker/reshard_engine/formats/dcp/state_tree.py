@@ -132,8 +132,7 @@ class TorchSaveWriter:
             RequestError: `request.invalid` for options that would change what tensors hold, or for other keys;
                 `request.unsatisfiable` for an optimizer without param groups, and for keys that come twice.
         """
-        if request.dtype is not None or request.exclude_frozen:
-            raise RequestError("request.invalid", "the file holds all as it is: no --dtype", fix="--to torch")
+        refuse_changes(request)
         options = request.options.of(DcpOptions)
         left: tuple[NotCarried, ...] = ()
         warnings: list[str] = []
@@ -148,6 +147,16 @@ class TorchSaveWriter:
         template, slots = tree_template(root, tree, checkpoint.shard_map, opaque=request.opaque)
         written = TargetFile(options.torch_file, template, slots, commit=True)
         return TargetLayout((written,), None, tuple(warnings), not_carried=left)
+
+
+def refuse_changes(request: ConvertRequest) -> None:
+    """Refuse what would change a file that holds everything as it is.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    if request.dtype is not None or request.exclude_frozen:
+        raise RequestError("request.invalid", "the file holds all as it is: no --dtype", fix="--to torch")
 
 
 # A training state as one file: the model by name, the optimizer by number, as `Optimizer.state_dict()` has it.

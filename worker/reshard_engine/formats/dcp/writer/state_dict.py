@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Literal
 
 from reshard.dcp_options import MissingMoments
-from reshard.errors import SourceError, counted, listed, printable
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
 from reshard_engine.formats.dcp.facts import DcpFacts, OpaqueTensor, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, begins_as_zeros, is_adam, keeps_like
+from reshard_engine.formats.dcp.reader.saved_state import nested
 from reshard_engine.pickles.nodes import (
     Node,
     PDict,
     PList,
     PLiteral,
+    PRuns,
     PTensorRef,
     check_depth,
     is_mapping,
     mapping_items,
+    mapping_of,
 )
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS
@@ -120,6 +124,37 @@ def number_entry(path: KeyPath, scalar: Scalar) -> StateEntry:
     return LiteralEntry(path, PLiteral(FLOAT32.name, (), raw))
 
 
+def _nodes(entries: Iterable[StateEntry]) -> dict[KeyPath, Node]:
+    """The values of entries by their paths.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for a tensor of a class of its own, whose chunks only that class joins.
+    """
+    found: dict[KeyPath, Node] = {}
+    zeros = 0
+    for entry in entries:
+        match entry:
+            case TensorEntry(tensor=number) if number == ZEROS:
+                # Each has a range of zeros of its own: tensors of one range would share their memory when loaded.
+                end = zeros + prod(entry.shape)
+                found[entry.path] = PRuns(entry.dtype.name, entry.shape, ((ZEROS, zeros, end),))
+                zeros = end
+            case TensorEntry():
+                found[entry.path] = PTensorRef(entry.tensor)
+            case LiteralEntry():
+                found[entry.path] = entry.literal
+            case ValueEntry():
+                found[entry.path] = entry.value
+            case OpaqueEntry():
+                kind = printable(entry.tensor.kind)
+                raise RequestError(
+                    "request.unsatisfiable",
+                    f"{printable(key_of(entry.path))} is a {kind}, and only its own class joins its chunks",
+                    fix="--to dcp keeps it as it is",
+                )
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """The keys of a model and an optimizer."""
@@ -188,6 +223,24 @@ class StateDict:
             head = (*self._places.optimizer, "param_groups", number)
             for key, value in {**group.hyper_parameters, "params": PList([*members])}.items():
                 yield from self.values((*head, str(key)), value)
+
+    def model_tree(self) -> Node:
+        """The model's state dict as `get_state_dict` returns it, with whole tensors."""
+        return mapping_of(nested(_nodes(self.model(exclude_frozen=False))))
+
+    def optimizer_tree(self, groups: Sequence[ParamGroup], missing: MissingMoments) -> Node:
+        """The optimizer's state dict as `get_state_dict` returns it, with whole tensors: names are its keys.
+
+        Source: torch 2.13.0 `distributed/checkpoint/state_dict.py` (`_get_optim_state_dict`).
+        """
+        entries = (e for e in self.optimizer(groups, missing) if e.path[0] == "state")
+        states = nested(_nodes(entries)).get("state") or mapping_of({})
+        members = ([self._key(p) for p in self._checkpoint.members(i)] for i in range(len(groups)))
+        written = [
+            mapping_of({**group.hyper_parameters, "params": PList([*names])})
+            for group, names in zip(groups, members, strict=True)
+        ]
+        return mapping_of({"state": states, "param_groups": PList([*written])})
 
     def values(self, path: KeyPath, node: Node) -> Iterator[StateEntry]:
         """A value as the entries that torch makes of it."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard.choices import OpaquePolicy
 from reshard.dcp_options import DcpOptions, Framework
@@ -20,7 +20,13 @@ from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.formats import carried
 from reshard_engine.formats.dcp.facts import DcpFacts, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, plain_scheduler
-from reshard_engine.formats.dcp.state_tree import StateTree, optimizers_of, other_keys
+from reshard_engine.formats.dcp.state_tree import (
+    StateTree,
+    TorchSaveWriter,
+    optimizers_of,
+    other_keys,
+    refuse_changes,
+)
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
 from reshard_engine.formats.dcp.writer.state_dict import (
     KeyPath,
@@ -33,7 +39,15 @@ from reshard_engine.formats.dcp.writer.state_dict import (
 )
 from reshard_engine.formats.numbered import numbers_parameters
 from reshard_engine.formats.torch_archive import tree_template
-from reshard_engine.formats.trainer_files import META, RANK_STATES, TRAINER_STATE, is_scheduler, trainer_facts
+from reshard_engine.formats.trainer_files import (
+    FULL_MODEL,
+    META,
+    OPTIMIZERS,
+    RANK_STATES,
+    TRAINER_STATE,
+    is_scheduler,
+    trainer_facts,
+)
 from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of, node_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
 
@@ -267,18 +281,42 @@ class DcpWriter:
         if isinstance(checkpoint.facts, StateTree):
             return _lay_out_tree(checkpoint, checkpoint.facts.tree, request)
         _refuse_quantized(checkpoint)
-        target = _Target.of(checkpoint, request)
-        laid = _LaidOut(target)
-        files = list(laid.files())
-        warnings = [*dict.fromkeys(laid.warnings)]
-        warnings += [MADE_STATE] if makes_trainer_state(checkpoint, target.framework) else []
-        warnings += [MADE_META] if target.framework is Framework.LIGHTNING and not target.own else []
-        warnings += _made_counters(target)
-        warnings += [carried.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
-        # Files without which loaders refuse the directory are published last.
-        ordered = [*(f for f in files if not f.commit), *(f for f in files if f.commit)]
-        left_out = (*_not_carried(target), *laid.left_out)
-        return TargetLayout(tuple(ordered), None, tuple(warnings), not_carried=left_out)
+        laid = _LaidOut(_Target.of(checkpoint, request))
+        return laid.layout(laid.files())
+
+
+class WholeFilesWriter:
+    """Lays out files of `torch.save` with whole tensors: one file, or those of Accelerate and the Trainer."""
+
+    def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
+        """Lay out `pytorch_model_fsdp.bin` with `optimizer.bin` for the two, and one file for all others.
+
+        Raises:
+            RequestError: As `TorchSaveWriter.lay_out`; `request.invalid` for names and keys that these files have
+                themselves; `request.unsatisfiable` for quantized states.
+
+        Source: accelerate 1.15.0 `utils/fsdp_utils.py` (FULL_STATE_DICT: `save_fsdp_model`, `save_fsdp_optimizer`);
+        verified by loading.
+        """
+        options = request.options.of(DcpOptions)
+        if not writes_full_files(request):
+            return TorchSaveWriter().lay_out(checkpoint, request, name=name)
+        refuse_changes(request)
+        fixed = ("files", "torch_file", "target_model_key", "target_optimizer_key")
+        if given := [f"--{n.replace('_', '-')}" for n in options.given() if n in fixed]:
+            raise RequestError(
+                "request.invalid",
+                f"the full files of {options.framework} have names of their own, and {listed(given)} asks for others",
+                fix=f"leave {listed(given)} out",
+            )
+        _refuse_quantized(checkpoint)
+        laid = _LaidOut(_Target.of(checkpoint, request))
+        return laid.layout(laid.full_files())
+
+
+def writes_full_files(request: ConvertRequest) -> bool:
+    """True for the full files of Accelerate or the Trainer as the target."""
+    return request.to == "torch_save" and request.options.of(DcpOptions).framework in _IN_FOLDERS
 
 
 _NUMBERS = (
@@ -317,6 +355,10 @@ def _lay_out_tree(checkpoint: Checkpoint, tree: Node, request: ConvertRequest) -
     shards = Shards(ShardOptions(checkpoint.shard_map, request.opaque, options.files))
     numbered = any(map(numbers_parameters, optimizers_of(checkpoint)))
     return TargetLayout(tuple(shards.lay_out(entries)), None, (_NUMBERS,) if numbered else ())
+
+
+_Part = TypeVar("_Part")
+"""A model or an optimizer, as entries or as one value."""
 
 
 class _LaidOut:
@@ -358,11 +400,55 @@ class _LaidOut:
         self.left_out += carried.named(lost, _TAKEN)
         yield from self._shards.lay_out([*model, *optimizer, *free], counters=self._counters)
 
+    def full_files(self) -> Iterator[TargetFile]:
+        """All files of Accelerate or the Trainer under FULL_STATE_DICT: a model and an optimizer are one file each."""
+        target = self._target
+        pairs = [(target.checkpoint, target.places), *((o, target.places_of_other(o)) for o in target.others)]
+        for number, (model, optimizer) in enumerate(self._numbered([self._trees(*pair) for pair in pairs])):
+            # Without its file, Accelerate does not load the directory.
+            for stem, tree in ((FULL_MODEL, model), (OPTIMIZERS, optimizer)):
+                if tree is not None:
+                    yield self._torch_file(f"{stem}{f'_{number}' if number else ''}", tree)
+        schedulers = _schedulers(target, plain=False)
+        yield from trainer_files(target.checkpoint, target.request, target.framework, schedulers)
+
+    def _torch_file(self, stem: str, tree: Node) -> TargetFile:
+        target = self._target
+        template, slots = tree_template(stem, tree, target.checkpoint.shard_map, opaque=target.request.opaque)
+        return TargetFile(f"{stem}.bin", template, slots, commit=True)
+
+    def _trees(self, checkpoint: Checkpoint, places: Places) -> tuple[Node, Node]:
+        """The state dict of a model, and that of its optimizer; None for one that is not there."""
+        state_dict = StateDict(checkpoint, replace(places, model=(), optimizer=(), flat=False))
+        model = None if _is_alone(checkpoint) else state_dict.model_tree()
+        if checkpoint.optimizer is None:
+            return model, None
+        groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
+        optimizer = state_dict.optimizer_tree(groups, self._target.options.missing_moments)
+        facts = facts_of(checkpoint)
+        self.warnings += [_JOINED.format(count=len(groups))] if facts is not None and facts.flat else []
+        self.warnings += [*warnings, *state_dict.warnings]
+        return model, optimizer
+
+    def layout(self, files: Iterable[TargetFile]) -> TargetLayout:
+        """These files with all that is to be said about them."""
+        target, checkpoint = self._target, self._target.checkpoint
+        laid = list(files)
+        warnings = [*dict.fromkeys(self.warnings)]
+        warnings += [MADE_STATE] if makes_trainer_state(checkpoint, target.framework) else []
+        warnings += [MADE_META] if target.framework is Framework.LIGHTNING and not target.own else []
+        warnings += _made_counters(target)
+        warnings += [carried.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
+        # Files without which loaders refuse the directory are published last.
+        ordered = [*(f for f in laid if not f.commit), *(f for f in laid if f.commit)]
+        left_out = (*_not_carried(target), *self.left_out)
+        return TargetLayout(tuple(ordered), None, tuple(warnings), not_carried=left_out)
+
     def _entries(self, checkpoint: Checkpoint, places: Places) -> tuple[list[StateEntry], list[StateEntry]]:
         """The entries of a model, and those of its optimizer."""
         target, facts = self._target, facts_of(checkpoint)
         state_dict = StateDict(checkpoint, places)
-        alone = facts is not None and facts.model_path is None and facts.optimizer_path is not None
+        alone = _is_alone(checkpoint)
         # All of a model without an optimizer is frozen, such as a moving average.
         exclude = target.request.exclude_frozen and checkpoint.optimizer is not None
         model = [] if alone else list(state_dict.model(exclude_frozen=exclude))
@@ -378,9 +464,7 @@ class _LaidOut:
         self.warnings += [*warnings, *state_dict.warnings]
         return model, optimizer
 
-    def _numbered(
-        self, pairs: Sequence[tuple[list[StateEntry], list[StateEntry]]]
-    ) -> list[tuple[list[StateEntry], list[StateEntry]]]:
+    def _numbered(self, pairs: Sequence[tuple[_Part, _Part]]) -> list[tuple[_Part, _Part]]:
         """Models with their optimizers in the order of their numbers: the source's, or the model to read first."""
         checkpoints = (self._target.checkpoint, *self._target.others)
         if self._target.own:
@@ -400,6 +484,12 @@ class _LaidOut:
         return [p for p in pairs if p not in alone]
 
 
+def _is_alone(checkpoint: Checkpoint) -> bool:
+    """True for an optimizer whose model is another checkpoint's."""
+    facts = facts_of(checkpoint)
+    return facts is not None and facts.model_path is None and facts.optimizer_path is not None
+
+
 def _number_of(checkpoint: Checkpoint) -> int:
     """The number of a model of Accelerate, by the directory that held it; 0 for the only one."""
     facts = facts_of(checkpoint)
@@ -412,21 +502,22 @@ def _counted(counters: Counters) -> dict[str, int]:
     return {f.name: value for f in fields(counters) if (value := getattr(counters, f.name)) is not None}
 
 
-def _schedulers(target: _Target) -> dict[int, Node]:
-    """The state dicts of torch's schedulers, by their place among those of the target.
+def _schedulers(target: _Target, *, plain: bool = True) -> dict[int, Node]:
+    """The state dicts of torch's schedulers, by their place in the target; `plain` where torch flattens them.
 
     Under the source's own keys all stay as they are. Elsewhere the first place is that of the model to read first: its
     scheduler takes it, or none does.
     """
     checkpoint = target.checkpoint
+    nodes = [plain_scheduler(s) if plain and is_scheduler(s) else s for s in checkpoint.schedulers]
     numbers = [i for i, s in enumerate(checkpoint.schedulers) if is_scheduler(s)]
     if target.own and target.framework is not Framework.TRAINER:
-        return {place: plain_scheduler(checkpoint.schedulers[i]) for place, i in enumerate(numbers)}
+        return {place: nodes[i] for place, i in enumerate(numbers)}
     own = checkpoint.own_scheduler
     others = [] if target.framework in _ONE_SCHEDULER else [i for i in numbers if i != own]
     order = [*([own] if own in numbers else []), *others]
     first = 0 if own in numbers else 1
-    return {place: plain_scheduler(checkpoint.schedulers[i]) for place, i in enumerate(order, first)}
+    return {place: nodes[i] for place, i in enumerate(order, first)}
 
 
 def _left_schedulers(target: _Target) -> Iterator[str]:
