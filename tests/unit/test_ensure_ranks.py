@@ -186,6 +186,30 @@ def test_full_files_become_what_the_run_loads(tmp_path: Path) -> None:
     assert "for a run of DeepSpeed: --to zero" in error.fix
 
 
+def test_one_file_is_no_missing_checkpoint(tmp_path: Path) -> None:
+    """Where nothing is found, job scripts train from scratch; the command that the error names converts the file."""
+    model = {n: whole for n, (whole, _) in small_model().parameters.items()}
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(t) for t in model.values()])
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    file = tmp_path / "run" / "last.ckpt"
+    file.parent.mkdir()
+    torch.save({"state_dict": model, "optimizer": optimizer.state_dict(), "epoch": 1}, file)
+    for place, options in ((file, {"dp": 2}), (file, {"to": "dcp"}), (file.parent, {"dp": 2})):
+        error = raised(SourceError, reshard.ensure, place, **options)
+        assert (error.code, error.message) == (
+            "source.unknown_kind",
+            f"{file} is a file, and `ensure` takes directories",
+        )
+        line = error.fix.partition("FSDP2: ")[2].partition(";")[0]
+        assert line == f"reshard convert {file} DST --to dcp --framework state-dict"
+    assert command(*shlex.split(line.replace("DST", str(tmp_path / "dcp")))[1:])[0] == 0
+    assert same(file, tmp_path / "dcp")
+    zero = f"convert {file} {tmp_path / 'zero'} --to zero --dp 2 --zero-stage 2"
+    assert command(*shlex.split(zero))[0] == 0
+
+
 def test_the_command_prints_the_path(run: Path) -> None:
     code, said, told = command("ensure", str(run / "global_step_3"), "--dp", "3")
     assert (code, Path(said.strip()).name) == (0, "global_step_3"), told

@@ -36,6 +36,8 @@ _OF_TRAINER = "optimizer.pt"
 _WEIGHTS = re.compile(r"(?:model\.safetensors|pytorch_model\.bin)(?:\.index\.json)?")
 _FULL_MODEL = re.compile(r"pytorch_model_fsdp(_[0-9]+)?\.bin")
 """A model under FULL_STATE_DICT. Source: accelerate 1.15.0 `utils/fsdp_utils.py`."""
+_SINGLE = (".pt", ".pth", ".ckpt", ".pth.tar")
+"""Suffixes of the names that scripts and Lightning give a file of `torch.save` that holds everything."""
 _SCHEDULER = re.compile(r"scheduler(_\d+)?\.(bin|pt)")
 _TRAINER_STATE = "trainer_state.json"
 _OF_RANK = re.compile(
@@ -117,6 +119,8 @@ def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> 
             `checkpoint.incomplete`.
         StorageError: `storage.denied`, `storage.unavailable`: the directory cannot be read.
     """
+    if os.path.isfile(src):
+        raise _is_file(src)
     if not _names_in(src):
         raise SourceError("source.not_found", f"{printable(src)} does not exist, or is empty", fix="check the path")
     _refuse_incomplete(src)
@@ -207,6 +211,24 @@ def _is_full(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (_OPTIMIZER, _FULL_MODEL))
 
 
+def _is_file(src: str) -> SourceError:
+    """The error for one file: job scripts that train from scratch where nothing is found must not do so here."""
+    name = shlex.quote(printable(src, max_chars=1_024))
+    return SourceError(
+        "source.unknown_kind",
+        f"{printable(src)} is a file, and `ensure` takes directories",
+        fix="a run of one process or of DDP loads it as it is, on any number of ranks; for FSDP2: "
+        f"reshard convert {name} DST --to dcp --framework state-dict; for DeepSpeed: --to zero --dp N; where they ask "
+        "for more, `reshard inspect` of the file says what there is to choose",
+    )
+
+
+def _single(names: list[str]) -> str:
+    """The name of the only file that may be a whole checkpoint of `torch.save`; empty for none and for several."""
+    found = [n for n in names if n.endswith(_SINGLE) and not _OPTIMIZER.fullmatch(n) and not _SCHEDULER.fullmatch(n)]
+    return found[0] if len(found) == 1 else ""
+
+
 def _no_tag(src: str) -> SourceError:
     """The error for a directory without a tag and without `latest`."""
     names = os.listdir(src)
@@ -232,10 +254,13 @@ def _no_tag(src: str) -> SourceError:
             f"{printable(src)} holds {listed(optimizers)}, and such optimizer states are not read yet",
             fix=f"DDP and FSDP2 load it as it is, on any number of ranks; for the weights: {weights}",
         )
+    where = _nearby(src) or tags or _below(src)
+    if not where and (single := _single(names)):
+        return _is_file(os.path.join(src, single))
     return SourceError(
         "source.unknown_kind",
         f"{printable(src)} holds no `latest` and no files of DeepSpeed",
-        fix=_nearby(src) or tags or _below(src) or "name the directory that training saved into",
+        fix=where or "name the directory that training saved into",
     )
 
 
