@@ -11,7 +11,7 @@ from reshard.dcp_options import Framework
 from reshard.errors import counted
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.formats.trainer_files import TrainerFacts
-from reshard_engine.pickles.nodes import Node, mapping_of
+from reshard_engine.pickles.nodes import Node, PList, mapping_of
 from reshard_engine.pickles.trees import foreign_paths
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import Dtype
@@ -172,3 +172,36 @@ def is_distributed(listing: Listing) -> bool:
     if names.keys() >= _MEGATRON:
         return False
     return any(map(is_shard, names))
+
+
+# The nested form of a state dict that torch flattened.
+
+_MOST_GAPS = 1 << 12
+"""Indices of a list without an entry. A stream of a few bytes must not make a long list."""
+
+
+def nested(entries: Mapping[KeyPath, Node]) -> dict[str | int, Node]:
+    """Entries by path as the nested dicts and lists that torch flattened; the top level as a dict of Python.
+
+    Source: torch 2.13.0 `distributed/checkpoint/_nested_dict.py` (`unflatten_state_dict`), `_traverse.py` (a number
+    is the index of a list).
+    """
+    top: dict[str | int, Node] = {}
+    inner: dict[str | int, dict[KeyPath, Node]] = {}
+    for path, node in entries.items():
+        if len(path) == 1:
+            top[path[0]] = node
+        else:
+            top.setdefault(path[0], None)
+            inner.setdefault(path[0], {})[path[1:]] = node
+    for key, below in inner.items():
+        top[key] = _container(nested(below))
+    return top
+
+
+def _container(items: dict[str | int, Node]) -> Node:
+    """A list where keys are indices, else a dict. Empty dicts in a list have no entry: torch puts None there."""
+    numbers = [k for k in items if isinstance(k, int)]
+    if items and len(numbers) == len(items) and min(numbers) >= 0 and max(numbers) < _MOST_GAPS + len(items):
+        return PList([items.get(i) for i in range(max(numbers) + 1)])
+    return mapping_of(items)

@@ -17,6 +17,7 @@ from reshard_engine.formats.dcp.facts import (
     is_distributed,
     is_shard,
     names_of,
+    nested,
 )
 from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel
@@ -28,7 +29,6 @@ from reshard_engine.formats.dcp.reader.saved_state import (
     SavedState,
     SavedTensor,
     SavedValue,
-    nested,
     open_values,
     read_state,
 )

@@ -21,7 +21,7 @@ from reshard_engine.formats.dcp.facts import METADATA, RANK_METADATA, SUFFIX
 from reshard_engine.formats.dcp.metadata.model import BytesEntry, Column, KeyPath, Metadata, TensorEntry
 from reshard_engine.formats.dcp.metadata.parse import parse_metadata
 from reshard_engine.formats.dcp.reader.records import decompressed, refuse_other_streams
-from reshard_engine.pickles.nodes import Node, PList, PTensor, PTensorRef, mapping_of
+from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import rewrite
 from reshard_engine.storage.locations import Location
@@ -296,9 +296,6 @@ def _refuse_other_tensors(same: Sequence[SavedTensor]) -> None:
 #
 # Source: torch 2.13.0 `distributed/checkpoint/filesystem.py` (`_write_item`, `FileSystemReader.read_data`).
 
-_MOST_GAPS = 1 << 12
-"""Indices of a list without an entry. A stream of a few bytes must not make a long list."""
-
 
 def open_values(files: Sequence[SourceFile], values: Sequence[SavedValue], ledger: OpaqueLedger) -> list[TorchFile]:
     """The parsed streams of these values, in their order.
@@ -344,30 +341,3 @@ class CarriedValues:
             offset = begin + parsed.tensor_offset(tensor)
             self._builder.whole(number, file=file, offset=offset, stride=tensor.stride)
         return number
-
-
-def nested(entries: Mapping[KeyPath, Node]) -> dict[str | int, Node]:
-    """Entries by path as the nested dicts and lists that torch flattened; the top level as a dict of Python.
-
-    Source: torch 2.13.0 `distributed/checkpoint/_nested_dict.py` (`unflatten_state_dict`), `_traverse.py` (a number
-    is the index of a list).
-    """
-    top: dict[str | int, Node] = {}
-    inner: dict[str | int, dict[KeyPath, Node]] = {}
-    for path, node in entries.items():
-        if len(path) == 1:
-            top[path[0]] = node
-        else:
-            top.setdefault(path[0], None)
-            inner.setdefault(path[0], {})[path[1:]] = node
-    for key, below in inner.items():
-        top[key] = _container(nested(below))
-    return top
-
-
-def _container(items: dict[str | int, Node]) -> Node:
-    """A list where keys are indices, else a dict. Empty dicts in a list have no entry: torch puts None there."""
-    numbers = [k for k in items if isinstance(k, int)]
-    if items and len(numbers) == len(items) and min(numbers) >= 0 and max(numbers) < _MOST_GAPS + len(items):
-        return PList([items.get(i) for i in range(max(numbers) + 1)])
-    return mapping_of(items)

@@ -11,9 +11,8 @@ from typing import Literal
 from reshard.dcp_options import MissingMoments
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
-from reshard_engine.formats.dcp.facts import DcpFacts, OpaqueTensor, facts_of
+from reshard_engine.formats.dcp.facts import DcpFacts, OpaqueTensor, facts_of, nested
 from reshard_engine.formats.dcp.optimizers import STEP, begins_as_zeros, is_adam, keeps_like
-from reshard_engine.formats.dcp.reader.saved_state import nested
 from reshard_engine.pickles.nodes import (
     Node,
     PDict,
