@@ -435,3 +435,34 @@ def test_a_distributed_checkpoint_becomes_a_scripts_file(tmp_path: Path) -> None
     for name, value in model().items():
         assert torch.equal(found["model"][name], value)
         assert torch.equal(adam.state[parameters[name]]["exp_avg"], value * 3)
+
+
+@pytest.mark.parametrize("way", ["universal", "dcp"])
+def test_the_trainers_numbers_come_back_beside_weights(way: str, tmp_path: Path) -> None:
+    """What the Trainer saves without FSDP, from any source whose groups have an order."""
+    place = tmp_path / "in"
+    place.mkdir()
+    save_file(model(), place / "model.safetensors")
+    torch.save(optimizer(DECAYING), place / "optimizer.pt")
+    (place / "trainer_state.json").write_text('{"global_step": 4}')
+    files: dict[str, Any] = {
+        "to": "torch_save",
+        "framework": "trainer",
+        "torch_file": "optimizer.pt",
+        "progress": False,
+    }
+    with pytest.raises(ReshardError, match="do not keep the model's order"):
+        reshard.convert(place, tmp_path / "no", **files)
+    (tmp_path / "order.txt").write_text("\n".join(n for group in DECAYING for n in group))
+    reshard.convert(place, tmp_path / "way" / "s", to=way, param_order=str(tmp_path / "order.txt"), progress=False)
+    reshard.convert(tmp_path / "way" / "s", tmp_path / "out", **files)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights.keys() == SHAPES.keys()
+    states = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    assert [g["params"] for g in states["param_groups"]] == [[0, 1, 2], [3, 4, 5]]
+    parameters, adam = live(DECAYING)
+    adam.load_state_dict(states)
+    for name, value in model().items():
+        assert torch.equal(weights[name], value)
+        assert torch.equal(adam.state[parameters[name]]["exp_avg"], value * 3)
+    assert read(tmp_path / "out").format == "full-trainer"

@@ -31,6 +31,8 @@ META = "meta.pt"
 FULL = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_([1-9]\d{0,3}))?\.bin")
 """Full files of a model and of its optimizer, each with its number."""
 FULL_MODEL, OPTIMIZERS = "pytorch_model_fsdp", "optimizer"
+WEIGHTS, NUMBERED_OPTIMIZER = "model.safetensors", "optimizer.pt"
+"""The Trainer's files without FSDP and DeepSpeed."""
 TRAINER_STATE = "trainer_state.json"
 """The Trainer's own state: counters and its log."""
 SCHEDULER = re.compile(r"scheduler(?:_\d{1,4})?\.(?:bin|pt)")

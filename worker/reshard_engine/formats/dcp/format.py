@@ -20,7 +20,7 @@ from reshard_engine.formats.dcp.state_tree import (
     read_state_tree,
     read_torch_tree,
 )
-from reshard_engine.formats.dcp.writer.writer import DcpWriter, WholeFilesWriter, writes_full_files
+from reshard_engine.formats.dcp.writer.writer import DcpWriter, WholeFilesWriter, writes_named_files
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.formats.trainer_files import read_companions, trainer_facts
 from reshard_engine.pickles.nodes import Node, PLiteral, PTensor, mapping_items
@@ -81,7 +81,7 @@ class Dcp(Format):
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint, unless the request refuses parameters without optimizer states."""
-        if (facts := facts_of(checkpoint)) is not None and (request.to == "dcp" or writes_full_files(request)):
+        if (facts := facts_of(checkpoint)) is not None and (request.to == "dcp" or writes_named_files(request)):
             for other in facts.others:
                 other.refuse_undecided(Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
         idle = [p.fqn for p in checkpoint.trained if p.never_updated]
@@ -105,7 +105,7 @@ class Dcp(Format):
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """All but the names of numbered parameters, if the target keeps all models where the source has them."""
         facts, options = facts_of(checkpoint), request.options.of(DcpOptions)
-        if request.to == "torch_save" and not writes_full_files(request):
+        if request.to == "torch_save" and not writes_named_files(request):
             # Its optimizer numbers parameters, so that their order matters.
             return (Question.BUFFERS,)
         always = (Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))

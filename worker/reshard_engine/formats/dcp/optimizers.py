@@ -129,11 +129,13 @@ def groups_to_write(checkpoint: Checkpoint, *, needs_initial_lr: bool) -> tuple[
             fix="write the weights alone: --to safetensors",
         )
     rates = _base_rates(checkpoint, len(groups))
+    facts = facts_of(checkpoint)
+    of_torch = facts is not None and facts.framework is not None  # else only a trainer's files are beside the source
     found: list[ParamGroup] = []
     added: dict[str, None] = {}
     for number, group in enumerate(groups):
         values = dict(group.hyper_parameters)
-        if facts_of(checkpoint) is None and values.get(_BIAS_CORRECTION) is True and _ADAM.keys() <= values.keys():
+        if not of_torch and values.get(_BIAS_CORRECTION) is True and _ADAM.keys() <= values.keys():
             del values[_BIAS_CORRECTION]  # added for DeepSpeed's Adam; torch's has no such key: it always corrects
         more: dict[str | int, Node] = {}
         if is_adam(values, {s for p in checkpoint.members(number) for s in p.states} - {"fp32"}):

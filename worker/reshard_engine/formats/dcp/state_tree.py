@@ -207,9 +207,11 @@ class _TrainingFile:
             RequestError: `request.unsatisfiable` for client state under the key of the model or of the optimizer.
         """
         found, lightning = self.checkpoint, self._of_lightning
-        state: dict[str | int, Node] = {self.options.target_model_key or _MODEL[lightning]: self._model()}
+        model = ordered_dict({**model_entries(found)})
+        state: dict[str | int, Node] = {self.options.target_model_key or _MODEL[lightning]: model}
         if found.optimizer is not None:
-            key, optimizer = self.options.target_optimizer_key or _OPTIMIZER[lightning], self._optimizer()
+            key = self.options.target_optimizer_key or _OPTIMIZER[lightning]
+            optimizer = numbered_optimizer(found, self.groups)
             state[key] = PList([optimizer]) if lightning else optimizer
         state |= {"lr_schedulers": PList([*found.schedulers])} if lightning else self._schedulers()
         if twice := state.keys() & found.client_state.keys():
@@ -220,41 +222,6 @@ class _TrainingFile:
             )
         # Lightning's own entries come first, as it saves them.
         return mapping_of({**found.client_state, **state} if lightning else {**state, **found.client_state})
-
-    def _model(self) -> Node:
-        found = self.checkpoint
-        numbers = {p.fqn: p.value() for p in found.parameters} | {b.fqn: b.tensor for b in found.buffers}
-        numbers |= {a: numbers[o] for a, o in found.shared.items() if o in numbers and a not in found.copies}
-        entries: dict[str, Node] = {name: PTensorRef(n) for name, n in {**numbers, **found.copies}.items()}
-        entries |= found.extra_states
-        order = dict.fromkeys((*found.module_names, *entries))
-        return ordered_dict({name: entries[name] for name in order if name in entries})
-
-    def _optimizer(self) -> Node:
-        numbers = {p.fqn: i for i, p in enumerate(self._in_groups())}
-        states: dict[str | int, Node] = {}
-        for parameter in self._in_groups():
-            if parameter.never_updated:
-                continue
-            group = self.groups[parameter.group or 0].hyper_parameters
-            held: dict[str | int, Node] = {}
-            as_torch = is_adam(group, parameter.states.keys() - {"fp32"})
-            # torch's own order: the step first, then moments.
-            for name in sorted(parameter.scalars, key=lambda n: n != STEP):
-                scalar = parameter.scalars[name]
-                one = scalar.dtype is None and as_torch
-                held[name] = _as_tensor(scalar) if one else scalar_node(scalar)
-            held |= {name: PTensorRef(n) for name, n in parameter.states.items() if name != "fp32"}
-            states[numbers[parameter.fqn]] = mapping_of(held)
-        groups = [
-            mapping_of({**g.hyper_parameters, "params": PList([numbers[p.fqn] for p in self.checkpoint.members(i)])})
-            for i, g in enumerate(self.groups)
-        ]
-        return mapping_of({"state": mapping_of(states), "param_groups": PList([*groups])})
-
-    def _in_groups(self) -> list[Parameter]:
-        """The parameters as torch numbers them: those of the first group, then those of the second."""
-        return [p for i in range(len(self.groups)) for p in self.checkpoint.members(i)]
 
     def _schedulers(self) -> dict[str | int, Node]:
         """Each scheduler under its key in the source, or `lr_scheduler`."""
@@ -267,6 +234,44 @@ class _TrainingFile:
         found = self.checkpoint
         yield from named(dict.fromkeys(key for rank in found.rng for key in rank), _NO_PLACE)
         yield from of_the_format(found, _NO_PLACE)
+
+
+def model_entries(checkpoint: Checkpoint) -> dict[str, Node]:
+    """The model's state dict, in its order: tensors as references, and extra states of modules."""
+    numbers = {p.fqn: p.value() for p in checkpoint.parameters} | {b.fqn: b.tensor for b in checkpoint.buffers}
+    numbers |= {a: numbers[o] for a, o in checkpoint.shared.items() if o in numbers and a not in checkpoint.copies}
+    entries: dict[str, Node] = {name: PTensorRef(n) for name, n in {**numbers, **checkpoint.copies}.items()}
+    entries |= checkpoint.extra_states
+    order = dict.fromkeys((*checkpoint.module_names, *entries))
+    return {name: entries[name] for name in order if name in entries}
+
+
+def numbered_optimizer(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Node:
+    """The optimizer's state dict as torch numbers parameters: those of the first group, then those of the second."""
+    members = [checkpoint.members(i) for i in range(len(groups))]
+    numbers = {p.fqn: i for i, p in enumerate(p for group in members for p in group)}
+    states: dict[str | int, Node] = {
+        numbers[p.fqn]: _states(p, group)
+        for group, held in zip(groups, members, strict=True)
+        for p in held
+        if not p.never_updated
+    }
+    written = [
+        mapping_of({**g.hyper_parameters, "params": PList([numbers[p.fqn] for p in held])})
+        for g, held in zip(groups, members, strict=True)
+    ]
+    return mapping_of({"state": mapping_of(states), "param_groups": PList([*written])})
+
+
+def _states(parameter: Parameter, group: ParamGroup) -> Node:
+    held: dict[str | int, Node] = {}
+    as_torch = is_adam(group.hyper_parameters, parameter.states.keys() - {"fp32"})
+    # torch's own order: the step first, then moments.
+    for name in sorted(parameter.scalars, key=lambda n: n != STEP):
+        scalar = parameter.scalars[name]
+        one = scalar.dtype is None and as_torch
+        held[name] = _as_tensor(scalar) if one else scalar_node(scalar)
+    return mapping_of({**held, **{n: PTensorRef(t) for n, t in parameter.states.items() if n != "fp32"}})
 
 
 _MODEL, _OPTIMIZER = ("model", "state_dict"), ("optimizer", "optimizer_states")

@@ -33,6 +33,7 @@ from reshard_engine.formats.trainer_files import (
     ARGUMENTS,
     FULL,
     MADE_ANEW,
+    NUMBERED_OPTIMIZER,
     OPTIMIZERS,
     TRAINER_STATE,
     beside,
@@ -59,8 +60,8 @@ from reshard_engine.storage.protocol import Listing, read_bytes
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 from reshard_engine.tensors.shard_map import is_packed
 
-OPTIMIZER, RECIPE = "optimizer.pt", "recipe_state.pt"
-"""The optimizer of the Trainer, and the state of a recipe of torchtune."""
+RECIPE = "recipe_state.pt"
+"""The state of a recipe of torchtune."""
 _SINGLE = (".pt", ".pth", ".ckpt", ".pth.tar")
 """Suffixes of the names that scripts give a file of `torch.save`."""
 _MODELS = ("state_dict", "model", "model_state_dict")
@@ -208,7 +209,7 @@ def whole_tensor(tensor: PTensor, parsed: TorchFile) -> WholeTensor:
 def single_names(listing: Listing) -> list[str]:
     """The names of the files that may each hold a model and its optimizer together."""
     names = (n for n in listing.by_name if n.endswith(_SINGLE) and not is_companion(n))
-    return [n for n in names if n not in (OPTIMIZER, RECIPE)]
+    return [n for n in names if n not in (NUMBERED_OPTIMIZER, RECIPE)]
 
 
 def open_single(location: Location, listing: Listing, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
@@ -309,7 +310,7 @@ def _refuse_keys(choices: SourceChoices, names: set[str], why: str) -> None:
 def holds_weights_with_optimizer(listing: Listing) -> bool:
     """True for weights of `save_pretrained` with the Trainer's optimizer, or the state of torchtune, beside them."""
     names = listing.by_name
-    if OPTIMIZER not in names and RECIPE not in names:
+    if NUMBERED_OPTIMIZER not in names and RECIPE not in names:
         return False
     return any(n in names for n in (*_usual("model", ".safetensors"), *_usual("pytorch_model", ".bin")))
 
@@ -358,7 +359,7 @@ def open_weights_with_optimizer(
     """
     infos = listing.by_name
     _refuse_keys(choices, {"model_key", "optimizer_key"}, f"{printable(location.url)} holds one model")
-    recipe = OPTIMIZER not in infos
+    recipe = NUMBERED_OPTIMIZER not in infos
     safe = any(n in infos for n in _usual("model", ".safetensors"))
     if safe:
         weights = open_weights(location, safetensors_files(listing), parse_safetensors, preferred="model")
@@ -369,7 +370,7 @@ def open_weights_with_optimizer(
     found = _of_weights(weights, ordered=not safe)
     trainer = not infos.keys().isdisjoint((TRAINER_STATE, ARGUMENTS))
     found.label = "full-torchtune" if recipe else "full-trainer" if trainer else "full-weights"
-    name = RECIPE if recipe else OPTIMIZER
+    name = RECIPE if recipe else NUMBERED_OPTIMIZER
     parsed = open_torch_file(SourceFile(location.store, name, (infos[name],)), ledger)
     if recipe:
         _add_recipe(found, parsed)

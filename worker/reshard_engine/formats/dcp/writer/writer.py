@@ -17,12 +17,15 @@ from reshard.dcp_options import DcpOptions, Framework
 from reshard.errors import RequestError, listed
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters
+from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats import carried
 from reshard_engine.formats.dcp.facts import DcpFacts, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import (
     StateTree,
     TorchSaveWriter,
+    model_entries,
+    numbered_optimizer,
     optimizers_of,
     other_keys,
     refuse_changes,
@@ -42,13 +45,15 @@ from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.formats.trainer_files import (
     FULL_MODEL,
     META,
+    NUMBERED_OPTIMIZER,
     OPTIMIZERS,
     RANK_STATES,
     TRAINER_STATE,
+    WEIGHTS,
     is_scheduler,
     trainer_facts,
 )
-from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of, node_of
+from reshard_engine.pickles.nodes import Node, PList, PTensorRef, mapping_items, mapping_of, node_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
 
 # The files that trainers keep beside the shards.
@@ -291,6 +296,8 @@ class WholeFilesWriter:
     def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
         """Lay out `pytorch_model_fsdp.bin` with `optimizer.bin` for the two, and one file for all others.
 
+        For the Trainer and a file `optimizer.pt`, lay out what it saves without FSDP: `model.safetensors` beside it.
+
         Raises:
             RequestError: As `TorchSaveWriter.lay_out`; `request.invalid` for names and keys that these files have
                 themselves; `request.unsatisfiable` for quantized states.
@@ -299,10 +306,11 @@ class WholeFilesWriter:
         verified by loading.
         """
         options = request.options.of(DcpOptions)
-        if not writes_full_files(request):
+        if options.framework not in _IN_FOLDERS or isinstance(checkpoint.facts, StateTree):
             return TorchSaveWriter().lay_out(checkpoint, request, name=name)
         refuse_changes(request)
-        fixed = ("files", "torch_file", "target_model_key", "target_optimizer_key")
+        numbered = _without_fsdp(options)
+        fixed = ("files", *(() if numbered else ("torch_file",)), "target_model_key", "target_optimizer_key")
         if given := [f"--{n.replace('_', '-')}" for n in options.given() if n in fixed]:
             raise RequestError(
                 "request.invalid",
@@ -310,13 +318,21 @@ class WholeFilesWriter:
                 fix=f"leave {listed(given)} out",
             )
         _refuse_quantized(checkpoint)
+        if numbered:
+            checkpoint = checkpoint.as_in_the_run()
         laid = _LaidOut(_Target.of(checkpoint, request))
-        return laid.layout(laid.full_files())
+        return laid.layout(laid.files_without_fsdp() if numbered else laid.full_files())
 
 
-def writes_full_files(request: ConvertRequest) -> bool:
-    """True for the full files of Accelerate or the Trainer as the target."""
-    return request.to == "torch_save" and request.options.of(DcpOptions).framework in _IN_FOLDERS
+def _without_fsdp(options: DcpOptions) -> bool:
+    """True for the Trainer's files without FSDP and DeepSpeed, which its own name of the optimizer's asks for."""
+    return options.framework is Framework.TRAINER and options.torch_file == NUMBERED_OPTIMIZER
+
+
+def writes_named_files(request: ConvertRequest) -> bool:
+    """True for full files whose optimizer names parameters: of Accelerate, or of the Trainer under FSDP."""
+    options = request.options.of(DcpOptions)
+    return request.to == "torch_save" and options.framework in _IN_FOLDERS and not _without_fsdp(options)
 
 
 _NUMBERS = (
@@ -408,14 +424,34 @@ class _LaidOut:
             # Without its file, Accelerate does not load the directory.
             for stem, tree in ((FULL_MODEL, model), (OPTIMIZERS, optimizer)):
                 if tree is not None:
-                    yield self._torch_file(f"{stem}{f'_{number}' if number else ''}", tree)
+                    yield self._torch_file(f"{stem}{f'_{number}' if number else ''}.bin", tree)
         schedulers = _schedulers(target, plain=False)
         yield from trainer_files(target.checkpoint, target.request, target.framework, schedulers)
 
-    def _torch_file(self, stem: str, tree: Node) -> TargetFile:
-        target = self._target
-        template, slots = tree_template(stem, tree, target.checkpoint.shard_map, opaque=target.request.opaque)
-        return TargetFile(f"{stem}.bin", template, slots, commit=True)
+    def files_without_fsdp(self) -> Iterator[TargetFile]:
+        """The Trainer's files without FSDP and DeepSpeed: an optimizer of numbers beside weights.
+
+        Source: transformers 5.23.0 `trainer.py` (`_save_optimizer_and_scheduler`), `modeling_utils.py`
+        (`save_pretrained`: of tied tensors one is stored); verified by resuming.
+        """
+        target, checkpoint = self._target, self._target.checkpoint
+        stored = {n: t.index for n, t in model_entries(checkpoint).items() if isinstance(t, PTensorRef)}
+        tied = {*checkpoint.shared, *checkpoint.copies}
+        weights = {n: checkpoint.shard_map.tensors[i] for n, i in stored.items() if n not in tied}
+        entries = [(n, t.dtype, t.shape, t.numel) for n, t in weights.items()]
+        template = safetensors_template(entries, {"format": "pt"})
+        yield TargetFile(WEIGHTS, template, tuple(stored[n] for n in weights), commit=True)
+        self.left_out += carried.extra_states(checkpoint)
+        if checkpoint.optimizer is not None:
+            groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
+            self.warnings += warnings
+            yield self._torch_file(NUMBERED_OPTIMIZER, numbered_optimizer(checkpoint, groups))
+        yield from trainer_files(checkpoint, target.request, target.framework, _schedulers(target, plain=False))
+
+    def _torch_file(self, name: str, tree: Node) -> TargetFile:
+        target, root = self._target, name.rpartition(".")[0]
+        template, slots = tree_template(root, tree, target.checkpoint.shard_map, opaque=target.request.opaque)
+        return TargetFile(name, template, slots, commit=True)
 
     def _trees(self, checkpoint: Checkpoint, places: Places) -> tuple[Node, Node]:
         """The state dict of a model, and that of its optimizer; None for one that is not there."""
