@@ -63,6 +63,7 @@ def load(path: str, expected: str, tied: dict[str, str], out: str) -> dict[str, 
 
 
 _VOCABULARY, _SAMPLES, _STEPS = 67, 12, 3
+_BUFFERS = ("count", "table", "flag", "b16")
 
 
 def resume(path: str, framework: str, case: dict[str, Any], out: str) -> dict[str, Any]:
@@ -108,14 +109,15 @@ def resume(path: str, framework: str, case: dict[str, Any], out: str) -> dict[st
     return {"losses": losses, "rates": rates, "random_sum": random_sum}
 
 
-def resume_zero(path: str, case: dict[str, Any], stage: int, out: str) -> dict[str, Any]:
-    """Goes on with a run of verl under DeepSpeed, which loads a ZeRO checkpoint itself, for three steps.
+def resume_zero(path: str, case: dict[str, Any], stage: int, out: str, *, verl: bool = True) -> dict[str, Any]:
+    """Goes on with a run under DeepSpeed, which loads a ZeRO checkpoint itself, for three steps.
 
     Args:
         path: The save directory.
-        case: How the model was made: `kind`, `tied`.
+        case: How the model was made: `kind`, `tied`, `buffers`, `light`; `zero` if the run had one group.
         stage: Of ZeRO.
         out: Where the first rank leaves what was loaded, gathered, by the truth's names; a tied pair under one.
+        verl: The run was one of verl.
 
     Returns:
         Losses, and learning rates before the steps.
@@ -123,8 +125,10 @@ def resume_zero(path: str, case: dict[str, Any], stage: int, out: str) -> dict[s
     import deepspeed
 
     rank, world = start_world()
-    model = _model(case)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
+    inner = _model(case)
+    model = _Net(inner) if case.get("light") else inner
+    one = verl or bool(case.get("zero"))
+    optimizer = torch.optim.AdamW(_groups(model, verl=one), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
     config = {
         "train_micro_batch_size_per_gpu": _SAMPLES // world,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -135,7 +139,7 @@ def resume_zero(path: str, case: dict[str, Any], stage: int, out: str) -> dict[s
         model=model,
         optimizer=optimizer,
         config=config,
-        lr_scheduler=lambda found: torch.optim.lr_scheduler.LambdaLR(found, _warm_up),
+        lr_scheduler=lambda found: torch.optim.lr_scheduler.LambdaLR(found, _warm_up if verl else _decay),
     )
     loaded, _ = engine.load_checkpoint(path)
     assert loaded is not None, f"DeepSpeed found no checkpoint in {path}"
@@ -147,6 +151,7 @@ def resume_zero(path: str, case: dict[str, Any], stage: int, out: str) -> dict[s
         for k, _, n in (key.partition("/"),)
     }
     found |= {f"{n}/step": torch.tensor(value) for n, value in states.scalars["step"].items()}
+    found |= {f"{n}/model": b for n, b in model.named_buffers() if n.rpartition(".")[2] in _BUFFERS}
     if rank == 0:
         save_file({k: v.detach().contiguous().clone() for k, v in found.items()}, out)
     losses: list[float] = []
@@ -174,7 +179,7 @@ def resume_shards(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
 
     Args:
         path: The distributed checkpoint, with the keys of `get_state_dict`.
-        case: How the model was made: `kind`, `tied`, `buffers`, `light`.
+        case: How the model was made: `kind`, `tied`, `buffers`, `light`; `zero` if the run had one group.
         out: Where the first rank leaves what was loaded, gathered, by the truth's names.
 
     Returns:
@@ -187,7 +192,7 @@ def resume_shards(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
         fully_shard(layer, mesh=mesh)
     model = _Net(inner) if case.get("light") else inner
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(_groups(model, verl=False), lr=2e-3, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(_groups(model, verl=bool(case.get("zero"))), lr=2e-3, betas=(0.9, 0.98))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay)
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": of_model, "optimizer": of_optimizer, "lr_scheduler": scheduler.state_dict()}
@@ -203,30 +208,95 @@ def resume_shards(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
 
 
 def resume_file(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
-    """Goes on with a run from one file of `torch.save`, under DDP, for three steps.
+    """Goes on with a run from files with whole tensors, under DDP, for three steps.
 
     Args:
-        path: The file, with `model`, `optimizer` and a scheduler.
-        case: How the model was made: `kind`, `tied`, `buffers`.
+        path: One file, with the keys of a script or Lightning's; or a directory with the full files of Accelerate.
+        case: How the model was made: `kind`, `tied`, `buffers`, `light`; `zero` if the run had one group.
         out: Where the first rank leaves what was loaded, by the truth's names.
 
     Returns:
         Losses.
     """
     rank, _ = start_world()
-    saved = torch.load(path, weights_only=True)
     inner = _model(case)
-    inner.load_state_dict(saved["model"])
-    model = nn.parallel.DistributedDataParallel(inner)
-    optimizer = torch.optim.AdamW(_groups(inner, verl=False), lr=2e-3, betas=(0.9, 0.98))
-    optimizer.load_state_dict(saved["optimizer"])
+    whole = _Net(inner) if case.get("light") else inner
+    model = nn.parallel.DistributedDataParallel(whole)
+    groups = _groups(whole, verl=bool(case.get("zero")))
+    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
+    if Path(path).is_dir():
+        files = ("pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.bin")
+        weights, states, rates = (torch.load(Path(path, name), weights_only=True) for name in files)
+        whole.load_state_dict(weights)
+        set_optimizer_state_dict(whole, optimizer, states)  # which gives the names numbers
+    else:
+        saved = torch.load(path, weights_only=True)
+        whole.load_state_dict(saved.get("model") or saved["state_dict"])
+        states = saved.get("optimizer") or saved["optimizer_states"][0]
+        optimizer.load_state_dict(states)
+        rates = next((saved[key] for key in ("scheduler", "lr_scheduler") if key in saved), None)
+        rates = rates or saved["lr_schedulers"][0]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay)
-    scheduler.load_state_dict(next(saved[key] for key in ("scheduler", "lr_scheduler") if key in saved))
-    for group, rate in zip(optimizer.param_groups, saved["optimizer"]["param_groups"], strict=True):
+    scheduler.load_state_dict(rates)
+    for group, rate in zip(optimizer.param_groups, states["param_groups"], strict=True):
         group["lr"] = rate["lr"]  # a new scheduler begins with the first step's
     if rank == 0:
-        save_file({k: v.detach().contiguous().clone() for k, v in _held(inner, optimizer).items()}, out)
+        save_file({k: v.detach().contiguous().clone() for k, v in _held(whole, optimizer).items()}, out)
     return {"losses": [_step(model, optimizer, scheduler, number) for number in range(_STEPS, 2 * _STEPS)]}
+
+
+class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The rows of the real cases of the Trainer."""
+
+    def __len__(self) -> int:
+        return 2 * _STEPS * _SAMPLES
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        row = torch.randint(0, _VOCABULARY, (10,), generator=torch.Generator().manual_seed(3000 + number))
+        return {"input_ids": row, "labels": row}
+
+
+def resume_trainer(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
+    """Goes on with a run from a `checkpoint-N` of the Trainer, which loads it itself, for three steps.
+
+    Args:
+        path: The directory.
+        case: How the model was made: `kind`, `tied`; `ddp` for a run without FSDP.
+        out: A directory for the Trainer.
+
+    Returns:
+        Losses.
+    """
+    import os
+
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+    from transformers import Trainer, TrainingArguments
+
+    from oracle.dcp_accelerate import join_as_accelerate
+
+    more: dict[str, Any] = {}
+    if case.get("ddp"):
+        start_world()
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        state: Any = PartialState
+        state._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+    else:
+        join_as_accelerate()
+        layer = f"{case['kind'].title()}DecoderLayer"
+        config = {
+            "version": 2, "transformer_layer_cls_to_wrap": [layer], "state_dict_type": "FULL_STATE_DICT",
+            "sync_module_states": "false",
+        }  # fmt: skip
+        more = {"fsdp": True, "fsdp_config": config}
+    arguments = TrainingArguments(
+        output_dir=out, per_device_train_batch_size=_SAMPLES // dist.get_world_size(), max_steps=2 * _STEPS,
+        learning_rate=2e-3, weight_decay=0.1, warmup_steps=0, lr_scheduler_type="linear", save_strategy="no",
+        logging_steps=1, report_to=[], disable_tqdm=True, seed=1, **more,
+    )  # fmt: skip
+    run: Any = Trainer(model=_model(case), args=arguments, train_dataset=_Samples())  # type: ignore[arg-type]
+    run.train(resume_from_checkpoint=path)
+    return {"losses": [log["loss"] for log in run.state.log_history if "loss" in log][-_STEPS:]}
 
 
 def _warm_up(step: int) -> float:

@@ -135,6 +135,96 @@ def test_torch_goes_on_from_zero_with_one_file(place: Path, tmp_path: Path, fsdp
     assert [f["losses"] for f in found] == [pytest.approx(case.facts["losses_after"], abs=2e-6)] * 3
 
 
+ORDERED = {"param_order": "groups"}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ddp_plain_w2": (REAL["ddp_plain_w2"], {}),
+    "light_ddp_w2": (ORDERED, {"torch_file": "step3.ckpt"}),
+    "light_mp_w2": (ORDERED, {"torch_file": "step3.ckpt"}),
+    "zero1_torch_w2": ({}, {}),
+    "acc_full_fsdp2_w2": ({"buffers": "table,model.b16"}, {"framework": "accelerate"}),
+}
+"""For each kind of files of two ranks what their reader is told, and what makes them again."""
+
+
+def of_kind(name: str) -> list[Any]:
+    """DDP's file goes both ways in each run, and the others in `make full`."""
+    marks = [] if name == "ddp_plain_w2" else [pytest.mark.full]
+    return [pytest.param(name, way, marks=marks, id=f"{name}-{way}") for way in ("zero", "fsdp2")]
+
+
+@pytest.mark.parametrize(("name", "way"), [one for name in KINDS for one in of_kind(name)])
+def test_a_run_goes_elsewhere_and_comes_back_to_its_kind_of_files(
+    name: str, way: str, place: Path, tmp_path: Path, fsdp: FsdpOracle
+) -> None:
+    """From two ranks to ZeRO-3 on three or FSDP2 on two, and back: torch loads what is written, and each goes on."""
+    case, (told, again) = rank_case(name, place), KINDS[name]
+    source = case.checkpoint if "framework" in again else case.file
+    there, out = tmp_path / "there" / "s", tmp_path / "loaded.safetensors"
+    shared: dict[str, Any] = {"case": case.facts["case_args"], "timeout_s": TIMEOUT_S}
+    losses = pytest.approx(case.facts["losses_after"], abs=2e-6)
+    if way == "zero":
+        reshard.convert(source, there, to="zero", dp=3, zero_stage="3", progress=False, **told)
+        jobs = {"path": str(there.parent), "stage": 3, "verl": False, "out": str(out)}
+        found = fsdp.worlds.run("oracle.fsdp_ranks_load:resume_zero", world=3, **jobs, **shared)
+        loaded = load_file(out)
+        loaded |= {f"{a}/model": loaded[f"{o}/model"] for a, o in case.facts.get("tied", {}).items()}
+    else:
+        written(source, there, **told)
+        jobs = {"path": str(there), "out": str(out)}
+        found = fsdp.worlds.run("oracle.fsdp_ranks_load:resume_shards", world=2, **jobs, **shared)
+        loaded = load_file(out)
+    assert differences(case, loaded) == []
+    assert [f["losses"] for f in found] == [losses] * len(found)
+    if way == "fsdp2" and "framework" not in again:
+        again = {**again, "framework": "lightning" if "light" in name else "state-dict"}
+    reshard.convert(there, tmp_path / "back", to="torch_save", progress=False, **again)
+    back = tmp_path / "back" / again.get("torch_file", "checkpoint.pt")
+    jobs = {"path": str(back.parent if not back.exists() else back), "out": str(out)}
+    found = fsdp.worlds.run("oracle.fsdp_ranks_load:resume_file", world=2, **jobs, **shared)
+    assert differences(case, load_file(out)) == []
+    assert [f["losses"] for f in found] == [losses] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["zero", "dcp"])
+@pytest.mark.parametrize("name", ["trainer_full_fsdp2_w2", "trainer_ddp_w2"])
+def test_the_trainer_goes_on_from_its_kind_of_files(
+    name: str, way: str, place: Path, tmp_path: Path, fsdp: FsdpOracle
+) -> None:
+    """Under FSDP2 with full files, and under DDP with `optimizer.pt`: over other shards, and back."""
+    case, there = rank_case(name, place), tmp_path / "there" / "s"
+    ddp = bool(case.facts["case_args"].get("ddp"))
+    told = {"param_order": str(order_of_trainer(case.checkpoint, tmp_path / "order.txt"))} if ddp else {}
+    options: dict[str, Any] = {"dp": 3, "zero_stage": "3"} if way == "zero" else {"framework": "trainer"}
+    reshard.convert(case.checkpoint, there, to=way, progress=False, **options, **told)
+    more: dict[str, Any] = {"torch_file": "optimizer.pt"} if ddp else {}
+    more |= {"trainer_files": str(case.checkpoint)} if way == "zero" else {}
+    back = tmp_path / "checkpoint-3"
+    reshard.convert(there, back, to="torch_save", framework="trainer", progress=False, **more)
+    for file in case.checkpoint.glob("*.bin" if not ddp else "optimizer.pt"):
+        if file.name != "training_args.bin":
+            saved, now = (torch.load(d / file.name, weights_only=True) for d in (case.checkpoint, back))
+            assert equal(now, saved), file.name
+    jobs = {"path": str(back), "case": case.facts["case_args"], "out": str(tmp_path / "run")}
+    found = fsdp.worlds.run("oracle.fsdp_ranks_load:resume_trainer", world=2, timeout_s=TIMEOUT_S, **jobs)
+    assert [f["losses"] for f in found] == [pytest.approx(case.facts["losses_after"], abs=2e-6)] * 2
+
+
+@pytest.mark.parametrize("name", ["acc_full_fsdp2_w2", "trainer_full_fsdp2_w2"])
+def test_full_files_of_a_framework_are_the_same_values(name: str, place: Path, tmp_path: Path) -> None:
+    case, framework = rank_case(name, place), name.partition("_")[0].replace("acc", "accelerate")
+    reshard.convert(case.checkpoint, tmp_path / "out", to="torch_save", framework=framework, progress=False)
+    files = {f.name for f in (tmp_path / "out").iterdir()} - {"reshard.json"}
+    unread = {"model.safetensors", "config.json", "generation_config.json", "training_args.bin"}
+    assert files == {f.name for f in case.checkpoint.iterdir()} - unread
+    for file in map(case.checkpoint.joinpath, files):
+        if file.suffix == ".json":
+            assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+            continue
+        saved, now = (torch.load(d / file.name, weights_only=False) for d in (case.checkpoint, tmp_path / "out"))
+        assert repr(now) == repr(saved) if file.name[0] == "r" else equal(now, saved), file.name
+
+
 # The Trainer without FSDP and DeepSpeed.
 
 

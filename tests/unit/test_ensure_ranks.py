@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,7 +197,8 @@ def test_one_file_is_no_missing_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "run" / "last.ckpt"
     file.parent.mkdir()
     torch.save({"state_dict": model, "optimizer": optimizer.state_dict(), "epoch": 1}, file)
-    for place, options in ((file, {"dp": 2}), (file, {"to": "dcp"}), (file.parent, {"dp": 2})):
+    asked: list[tuple[Path, dict[str, Any]]] = [(file, {"dp": 2}), (file, {"to": "dcp"}), (file.parent, {"dp": 2})]
+    for place, options in asked:
         error = raised(SourceError, reshard.ensure, place, **options)
         assert (error.code, error.message) == (
             "source.unknown_kind",

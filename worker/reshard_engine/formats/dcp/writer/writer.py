@@ -318,8 +318,6 @@ class WholeFilesWriter:
                 fix=f"leave {listed(given)} out",
             )
         _refuse_quantized(checkpoint)
-        if numbered:
-            checkpoint = checkpoint.as_in_the_run()
         laid = _LaidOut(_Target.of(checkpoint, request))
         return laid.layout(laid.files_without_fsdp() if numbered else laid.full_files())
 
