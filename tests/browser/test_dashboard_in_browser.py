@@ -51,6 +51,7 @@ def opened(browser: Browser, site: Site) -> Iterator[Page]:
     )
     page, said = context.new_page(), list[str]()
     page.set_default_timeout(SLOW_MS)
+    expect.set_options(timeout=SLOW_MS)  # else 5 s
     page.on("console", lambda line: said.append(f"{line.text} {page.url}") if line.type == "error" else None)
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda asked: said.append(asked.url) if not _is_own(asked.url, site) else None)
