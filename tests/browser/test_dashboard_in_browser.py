@@ -23,7 +23,7 @@ from servers.stack import Stack
 
 WIDTHS = {1280: 800, 390: 844}
 SCHEMES = ("light", "dark")
-SLOW_MS = 15_000
+SLOW_MS = 60_000
 BACK_OF = """place => {
   for (let part = document.querySelector(place); part; part = part.parentElement) {
     const found = getComputedStyle(part).backgroundColor.match(/[\\d.]+/g).map(Number);
