@@ -63,6 +63,7 @@ def save_fsdp1(
     for rank in range(world):
         with World((world,)).mesh_of(rank) as mesh, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # on one rank
             model = make()
             whole = {name: value.detach().clone() for name, value in model.state_dict().items()}
             buffers = {name for name, _ in model.named_buffers()}

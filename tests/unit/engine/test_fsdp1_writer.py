@@ -125,3 +125,30 @@ def test_two_paddings_that_both_fit_are_refused_where_they_differ(tmp_path: Path
     assert (caught.value.code, "--fsdp-version 2" in caught.value.fix) == ("request.unsatisfiable", True)
     convert(place, tmp_path / "same", 2)  # where they cut alike nothing is open
     assert folder_differences(tmp_path / "same", place) == []
+
+
+def test_one_rank_saves_whole_states_which_show_no_cuts(tmp_path: Path) -> None:
+    place = save_fsdp1(tmp_path / "in", 1, orig=True)
+    with pytest.raises(ReshardError, match="one rank saved them whole") as caught:
+        convert(place, tmp_path / "out", 3)
+    assert (caught.value.code, "--fsdp-version 2" in caught.value.fix) == ("request.unsatisfiable", True)
+
+
+def test_an_optimizer_before_its_first_step_has_nothing_to_cut(tmp_path: Path) -> None:
+    for name, world in (("in", 4), ("wanted", 3)):
+        save_fsdp1(tmp_path / name, world, orig=True)
+        _changed(tmp_path / name, "optim", lambda value: value["state"].clear())
+    convert(tmp_path / "in", tmp_path / "out", 3)
+    assert folder_differences(tmp_path / "out", tmp_path / "wanted") == []
+
+
+def test_models_without_an_optimizer_are_of_the_version_that_is_said(tmp_path: Path) -> None:
+    for name, world in (("in", 4), ("wanted", 3)):
+        for file in save_fsdp1(tmp_path / name, world, orig=False).glob("optim_*"):
+            file.unlink()
+    (tmp_path / "in" / "fsdp_config.json").unlink()
+    with pytest.raises(ReshardError, match="FSDP1 or FSDP2") as caught:
+        convert(tmp_path / "in", tmp_path / "out", 3)
+    assert "for verl with FSDP1: --fsdp-version 1" in caught.value.fix
+    convert(tmp_path / "in", tmp_path / "out", 3, fsdp_version=1)
+    assert folder_differences(tmp_path / "out", tmp_path / "wanted") == []
