@@ -160,6 +160,20 @@ def test_lightning_numbers_the_model_where_lists_are_no_runs(tmp_path: Path) -> 
     found = shards(place, tmp_path / "out")
     assert_right(found, [DECAYING[1], DECAYING[0]])
     assert found["lr_scheduler"]["last_epoch"] == 4
+    # A file again keeps the numbers, which Lightning takes for the model's order; so it does for a compiled module.
+    again = one_file(place, tmp_path / "again")
+    assert [g["params"] for g in again["optimizer_states"][0]["param_groups"]] == [[2, 4, 5], [0, 1, 3]]
+    longer = {**saved, "state_dict": {f"net._orig_mod.{n}": t for n, t in model().items()}}
+    longer["optimizer_states"] = again["optimizer_states"]
+    compiled = one_file(save(tmp_path / "d.ckpt", longer), tmp_path / "compiled")
+    assert [*compiled["state_dict"]] == [*longer["state_dict"]]
+    for one in (again, compiled):
+        for number, value in enumerate(model().values()):
+            assert torch.equal(one["optimizer_states"][0]["state"][number]["exp_avg"], value * 3)
+    # Elsewhere nothing keeps them, and the file counts the groups.
+    reshard.convert(place, tmp_path / "way" / "s", to="universal", progress=False)
+    result = reshard.convert(tmp_path / "way" / "s", tmp_path / "other", to="torch_save", progress=False)
+    assert any("ModelParallelStrategy take them for the order" in w for w in result.warnings)
     # Runs of numbers are those of torch, which nothing names.
     native = save(tmp_path / "b.ckpt", {**saved, "optimizer_states": [optimizer(DECAYING)]})
     assert "over 2 param groups" in read(native).no_optimizer

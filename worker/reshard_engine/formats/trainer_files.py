@@ -85,6 +85,8 @@ class TrainerFacts(FormatFacts):
     """Random states by rank, by the keys of the framework that saved them. Other frameworks have no use for them."""
     other_models: Mapping[str, Node] = field(default_factory=dict[str, Node])
     """Models and optimizers of the same file that were not read, by their keys. A state dict has a place for them."""
+    numbers: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The number of each parameter in a file whose optimizer does not count those of the groups one after another."""
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """The state that every format has, and a trainer's."""

@@ -6,7 +6,7 @@ Source: torch 2.13.0 `distributed/checkpoint/format_utils.py` (`dcp_to_torch_sav
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.dcp_options import DcpOptions, Framework
@@ -24,6 +24,7 @@ from reshard_engine.formats.dcp.reader.saved_state import CarriedValues, SavedTe
 from reshard_engine.formats.dcp.reader.tensors import ChunkTensors
 from reshard_engine.formats.numbered import optimizers_in
 from reshard_engine.formats.torch_archive import scalar_node, tree_template
+from reshard_engine.formats.trainer_files import trainer_facts
 from reshard_engine.pickles.nodes import (
     Node,
     PList,
@@ -140,10 +141,13 @@ class TorchSaveWriter:
         if isinstance(checkpoint.facts, StateTree):
             tree = checkpoint.facts.tree
         else:
+            names = checkpoint.run_names
+            kept = {names.get(name, name): number for name, number in trainer_facts(checkpoint).numbers.items()}
             checkpoint = checkpoint.as_in_the_run()
             groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
-            file = _TrainingFile(checkpoint, groups, options)
+            file = _TrainingFile(checkpoint, groups, options, kept)
             tree, left = file.tree(), (*file.left_out(),)
+            warnings += file.warnings()
         root = options.torch_file.rpartition(".")[0] or "archive"
         template, slots = tree_template(root, tree, checkpoint.shard_map, opaque=request.opaque)
         written = TargetFile(options.torch_file, template, slots, commit=True)
@@ -167,6 +171,12 @@ def refuse_changes(request: ConvertRequest) -> None:
 
 _LIGHTNING = "pytorch-lightning_version"
 """A key of Lightning's checkpoints alone."""
+_FULL_LIGHTNING = "full-lightning"
+"""The format of Lightning's files, whose numbers stay."""
+_NUMBERS = (
+    "the optimizer's numbers count its param groups, as Lightning's DDP loads them; its FSDP and ModelParallelStrategy "
+    "take them for the order of the model's parameters: for these write --to dcp --framework lightning"
+)
 _NO_PLACE = "a file of torch.save has no place for it"
 
 
@@ -177,6 +187,8 @@ class _TrainingFile:
     checkpoint: Checkpoint
     groups: Sequence[ParamGroup]
     options: DcpOptions
+    kept: Mapping[str, int]
+    """Numbers of a source that counts the model, by name."""
 
     @property
     def _of_lightning(self) -> bool:
@@ -211,7 +223,7 @@ class _TrainingFile:
         state: dict[str | int, Node] = {self.options.target_model_key or _MODEL[lightning]: model}
         if found.optimizer is not None:
             key = self.options.target_optimizer_key or _OPTIMIZER[lightning]
-            optimizer = numbered_optimizer(found, self.groups)
+            optimizer = numbered_optimizer(found, self.groups, self.kept)
             state[key] = PList([optimizer]) if lightning else optimizer
         state |= {"lr_schedulers": PList([*found.schedulers])} if lightning else self._schedulers()
         if twice := state.keys() & found.client_state.keys():
@@ -222,6 +234,15 @@ class _TrainingFile:
             )
         # Lightning's own entries come first, as it saves them.
         return mapping_of({**found.client_state, **state} if lightning else {**state, **found.client_state})
+
+    def warnings(self) -> Iterator[str]:
+        """A word on Lightning's numbers, which its strategies take in two ways.
+
+        Source: lightning 2.6.6 `fabric/strategies/model_parallel.py` (`_rekey_optimizer_state_if_needed`), and
+        `pytorch/strategies/fsdp.py` (`load_optimizer_state_dict`): they take a number for that of `model.parameters()`.
+        """
+        if self._of_lightning and len(self.groups) > 1 and self.checkpoint.format != _FULL_LIGHTNING:
+            yield _NUMBERS
 
     def _schedulers(self) -> dict[str | int, Node]:
         """Each scheduler under its key in the source, or `lr_scheduler`."""
@@ -246,10 +267,19 @@ def model_entries(checkpoint: Checkpoint) -> dict[str, Node]:
     return {name: entries[name] for name in order if name in entries}
 
 
-def numbered_optimizer(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Node:
-    """The optimizer's state dict as torch numbers parameters: those of the first group, then those of the second."""
+def numbered_optimizer(
+    checkpoint: Checkpoint, groups: Sequence[ParamGroup], kept: Mapping[str, int] | None = None
+) -> Node:
+    """The optimizer's state dict as torch numbers parameters: those of the first group, then those of the second.
+
+    Args:
+        checkpoint: The source.
+        groups: Its param groups, as they are written.
+        kept: Numbers that a file had otherwise, by name. Torch loads them by their places in the groups.
+    """
     members = [checkpoint.members(i) for i in range(len(groups))]
-    numbers = {p.fqn: i for i, p in enumerate(p for group in members for p in group)}
+    fqns = [p.fqn for group in members for p in group]
+    numbers = kept if kept is not None and kept.keys() == {*fqns} else {name: i for i, name in enumerate(fqns)}
     states: dict[str | int, Node] = {
         numbers[p.fqn]: _states(p, group)
         for group, held in zip(groups, members, strict=True)

@@ -192,6 +192,7 @@ class _Assembly:
         unread = "" if optimizer is None else optimizer.unread
         if not unread and any(u.question is Question.OPTIMIZER for u in opened.undecided):
             unread = opened.undecided[-1].text
+        numbers = {} if optimizer is None else {plain[name]: number for name, number in optimizer.numbers.items()}
         shared = {plain[a]: plain[o] for a, o in {**self._twins, **self._copies}.items()}
         return Checkpoint(
             url=url,
@@ -217,7 +218,7 @@ class _Assembly:
             module_names=tuple(plain.values()) if opened.ordered else (),
             extra_states=extra_states,
             not_carried=(*named(opened.others, UNKNOWN), *opened.not_carried),
-            facts=TrainerFacts(rank_states=rng, texts=opened.texts, other_models=others),
+            facts=TrainerFacts(rank_states=rng, texts=opened.texts, other_models=others, numbers=numbers),
             undecided=(
                 *opened.undecided,
                 *(() if optimizer is None else optimizer.undecided),

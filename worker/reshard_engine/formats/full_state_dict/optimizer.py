@@ -76,6 +76,8 @@ class ReadOptimizer:
     """Second names of tied pairs, each with the first one, that the optimizer tells by their number."""
     frozen: tuple[str, ...] = ()
     """Parameters in its groups that PEFT froze."""
+    numbers: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The number of each parameter, where numbers do not count those of the groups one after another."""
     undecided: tuple[Undecided, ...] = ()
     assumed: tuple[Undecided, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -221,6 +223,8 @@ class _Reading:
         found = dict(zip(numbers, named, strict=True))
         if len({*named}) != len(named):
             raise SourceError("checkpoint.malformed", f"{self._what}: {_NAMES} has a name twice")
+        if [*self._members] != list(numbers):
+            self._found.numbers = {name: number for number, name in found.items()}
         return {key: found[key] for key in self._members if type(key) is int}
 
     def _own_names(self) -> list[str]:
