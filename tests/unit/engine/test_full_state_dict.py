@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import reshard
 from house.promises import command
+from laws.dcp_files import Save, save as save_dcp
 from oracle.whole_tensors import named, whole
 from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError, SourceError
@@ -480,3 +482,27 @@ def test_the_trainers_numbers_come_back_beside_weights(way: str, tmp_path: Path)
         assert torch.equal(weights[name], value)
         assert torch.equal(adam.state[parameters[name]]["exp_avg"], value * 3)
     assert read(tmp_path / "out").format == "full-trainer"
+
+
+@pytest.mark.parametrize(
+    ("options", "file", "key"),
+    [
+        ({"framework": "state-dict"}, "checkpoint.pt", 0),
+        ({"framework": "accelerate"}, "optimizer.bin", "weight"),
+        ({"framework": "trainer", "torch_file": "optimizer.pt"}, "optimizer.pt", 0),
+    ],
+)
+def test_states_of_other_shapes_go_along(options: dict[str, Any], file: str, key: int | str, tmp_path: Path) -> None:
+    """Adafactor keeps means of rows and columns, for which no other target has a place."""
+    net = torch.nn.Linear(3, 4)
+    adafactor = torch.optim.Adafactor(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    adafactor.step()
+    weights, states = get_state_dict(net, adafactor)
+    save_dcp({"model": weights, "optimizer": states}, tmp_path / "in", Save())
+    result = reshard.convert(tmp_path / "in", tmp_path / "out", to="torch_save", progress=False, **options)
+    assert result.not_carried == ()
+    found = torch.load(tmp_path / "out" / file, weights_only=True)
+    held = found.get("optimizer", found)["state"][key]
+    assert held.keys() == {"step", "row_var", "col_var"}
+    assert all(torch.equal(value, states["state"]["weight"][name]) for name, value in held.items())

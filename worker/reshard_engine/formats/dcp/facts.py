@@ -17,6 +17,8 @@ from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import Dtype
 
 KeyPath = tuple[str | int, ...]
+ODD_STATE = "optimizer.state.*."
+"""The beginning of the name of a state that only torch has a place for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,9 @@ class DcpFacts(TrainerFacts):
         """Further models and optimizers, odd states, random states of a trainer, and its text files."""
         own: dict[str | int, Node] = {place: f"{counted(count, 'tensor')}" for place, count in self.places().items()}
         states = Counter(state for held in self.odd_states.values() for state in held)
-        own |= {f"optimizer.state.*.{state}": f"of {counted(count, 'parameter')}" for state, count in states.items()}
+        own |= {f"{ODD_STATE}{state}": f"of {counted(count, 'parameter')}" for state, count in states.items()}
         kinds = Counter((state, one.kind) for held in self.opaque_states.values() for state, one in held.items())
-        own |= {
-            f"optimizer.state.*.{s}": f"{kind} of {counted(count, 'parameter')}" for (s, kind), count in kinds.items()
-        }
+        own |= {f"{ODD_STATE}{s}": f"{kind} of {counted(count, 'parameter')}" for (s, kind), count in kinds.items()}
         return {**own, **TrainerFacts.own_state(self)}
 
 

@@ -16,7 +16,7 @@ from reshard_engine.checkpoint import Checkpoint, FormatFacts, Parameter, ParamG
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.formats.carried import named, of_the_format
-from reshard_engine.formats.dcp.facts import nested
+from reshard_engine.formats.dcp.facts import ODD_STATE, facts_of, nested
 from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, is_adam
 from reshard_engine.formats.dcp.reader.reader import saved_state_in
@@ -143,9 +143,10 @@ class TorchSaveWriter:
         else:
             names = checkpoint.run_names
             kept = {names.get(name, name): number for name, number in trainer_facts(checkpoint).numbers.items()}
+            odd = {names.get(name, name): states for name, states in odd_states(checkpoint).items()}
             checkpoint = checkpoint.as_in_the_run()
             groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
-            file = _TrainingFile(checkpoint, groups, options, kept)
+            file = _TrainingFile(checkpoint, groups, options, kept, odd)
             tree, left = file.tree(), (*file.left_out(),)
             warnings += file.warnings()
         root = options.torch_file.rpartition(".")[0] or "archive"
@@ -189,6 +190,8 @@ class _TrainingFile:
     options: DcpOptions
     kept: Mapping[str, int]
     """Numbers of a source that counts the model, by name."""
+    odd: Mapping[str, Mapping[str, Node]]
+    """States of other shapes than their parameters, by name."""
 
     @property
     def _of_lightning(self) -> bool:
@@ -223,7 +226,7 @@ class _TrainingFile:
         state: dict[str | int, Node] = {self.options.target_model_key or _MODEL[lightning]: model}
         if found.optimizer is not None:
             key = self.options.target_optimizer_key or _OPTIMIZER[lightning]
-            optimizer = numbered_optimizer(found, self.groups, self.kept)
+            optimizer = numbered_optimizer(found, self.groups, odd=self.odd, kept=self.kept)
             state[key] = PList([optimizer]) if lightning else optimizer
         state |= {"lr_schedulers": PList([*found.schedulers])} if lightning else self._schedulers()
         if twice := state.keys() & found.client_state.keys():
@@ -254,7 +257,8 @@ class _TrainingFile:
         """The parts of the training state that the file has no place for."""
         found = self.checkpoint
         yield from named(dict.fromkeys(key for rank in found.rng for key in rank), _NO_PLACE)
-        yield from of_the_format(found, _NO_PLACE)
+        written = {f"{ODD_STATE}{state}" for states in self.odd.values() for state in states}
+        yield from (one for one in of_the_format(found, _NO_PLACE) if one.path not in written)
 
 
 def model_entries(checkpoint: Checkpoint) -> dict[str, Node]:
@@ -268,23 +272,28 @@ def model_entries(checkpoint: Checkpoint) -> dict[str, Node]:
 
 
 def numbered_optimizer(
-    checkpoint: Checkpoint, groups: Sequence[ParamGroup], kept: Mapping[str, int] | None = None
+    checkpoint: Checkpoint,
+    groups: Sequence[ParamGroup],
+    *,
+    odd: Mapping[str, Mapping[str, Node]],
+    kept: Mapping[str, int] | None = None,
 ) -> Node:
     """The optimizer's state dict as torch numbers parameters: those of the first group, then those of the second.
 
     Args:
         checkpoint: The source.
         groups: Its param groups, as they are written.
+        odd: States of other shapes than their parameters, by name.
         kept: Numbers that a file had otherwise, by name. Torch loads them by their places in the groups.
     """
     members = [checkpoint.members(i) for i in range(len(groups))]
     fqns = [p.fqn for group in members for p in group]
     numbers = kept if kept is not None and kept.keys() == {*fqns} else {name: i for i, name in enumerate(fqns)}
     states: dict[str | int, Node] = {
-        numbers[p.fqn]: _states(p, group)
+        numbers[p.fqn]: _states(p, group, odd.get(p.fqn, {}))
         for group, held in zip(groups, members, strict=True)
         for p in held
-        if not p.never_updated
+        if not p.never_updated or p.fqn in odd
     }
     written = [
         mapping_of({**g.hyper_parameters, "params": PList([numbers[p.fqn] for p in held])})
@@ -293,7 +302,23 @@ def numbered_optimizer(
     return mapping_of({"state": mapping_of(states), "param_groups": PList([*written])})
 
 
-def _states(parameter: Parameter, group: ParamGroup) -> Node:
+def odd_states(checkpoint: Checkpoint) -> Mapping[str, Mapping[str, Node]]:
+    """Optimizer states of other shapes than their parameters, by name and state.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for states of classes of their own, whose chunks only these join.
+    """
+    facts = facts_of(checkpoint)
+    if facts is None:
+        return {}
+    for states in facts.opaque_states.values():
+        kinds = listed(sorted({printable(one.kind) for one in states.values()}))
+        text = f"the optimizer keeps {kinds}, and only its own class joins the chunks"
+        raise RequestError("request.unsatisfiable", text, fix="--to dcp keeps it as it is")
+    return facts.odd_states
+
+
+def _states(parameter: Parameter, group: ParamGroup, odd: Mapping[str, Node]) -> Node:
     held: dict[str | int, Node] = {}
     as_torch = is_adam(group.hyper_parameters, parameter.states.keys() - {"fp32"})
     # torch's own order: the step first, then moments.
@@ -301,7 +326,7 @@ def _states(parameter: Parameter, group: ParamGroup) -> Node:
         scalar = parameter.scalars[name]
         one = scalar.dtype is None and as_torch
         held[name] = _as_tensor(scalar) if one else scalar_node(scalar)
-    return mapping_of({**held, **{n: PTensorRef(t) for n, t in parameter.states.items() if n != "fp32"}})
+    return mapping_of({**held, **{n: PTensorRef(t) for n, t in parameter.states.items() if n != "fp32"}, **odd})
 
 
 _MODEL, _OPTIMIZER = ("model", "state_dict"), ("optimizer", "optimizer_states")

@@ -26,6 +26,7 @@ from reshard_engine.formats.dcp.state_tree import (
     TorchSaveWriter,
     model_entries,
     numbered_optimizer,
+    odd_states,
     optimizers_of,
     other_keys,
     refuse_changes,
@@ -440,10 +441,14 @@ class _LaidOut:
         template = safetensors_template(entries, {"format": "pt"})
         yield TargetFile(WEIGHTS, template, tuple(stored[n] for n in weights), commit=True)
         self.left_out += carried.extra_states(checkpoint)
+        facts = facts_of(checkpoint)
+        self.left_out += carried.named(facts.places(), _ONE_MODEL) if facts is not None and target.others else ()
         if checkpoint.optimizer is not None:
             groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
             self.warnings += warnings
-            yield self._torch_file(NUMBERED_OPTIMIZER, numbered_optimizer(checkpoint, groups))
+            yield self._torch_file(
+                NUMBERED_OPTIMIZER, numbered_optimizer(checkpoint, groups, odd=odd_states(checkpoint))
+            )
         yield from trainer_files(checkpoint, target.request, target.framework, _schedulers(target, plain=False))
 
     def _torch_file(self, name: str, tree: Node) -> TargetFile:
