@@ -288,7 +288,7 @@ def numbered_optimizer(
     """
     members = [checkpoint.members(i) for i in range(len(groups))]
     fqns = [p.fqn for group in members for p in group]
-    numbers = kept if kept is not None and kept.keys() == {*fqns} else {name: i for i, name in enumerate(fqns)}
+    numbers = kept if kept is not None and {*kept} == {*fqns} else {name: i for i, name in enumerate(fqns)}
     states: dict[str | int, Node] = {
         numbers[p.fqn]: _states(p, group, odd.get(p.fqn, {}))
         for group, held in zip(groups, members, strict=True)
