@@ -102,7 +102,7 @@ def _other_modules(model: Any) -> None:
         (True, {}, _without_wrappers, "which modules FSDP1 wrapped"),
         (True, {}, _other_modules, "are not cut as FSDP1 cuts the 3 modules"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_proven_is_refused(
     orig: bool, options: dict[str, Any], change: Callable[[Any], None] | None, says: str, tmp_path: Path
