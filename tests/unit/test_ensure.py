@@ -67,7 +67,7 @@ def test_kinds_of_sources(checkpoint: Path) -> None:
         (lambda p: (p / "latest").write_text("x" * 5000), "checkpoint.bad_latest"),
         (shutil.rmtree, "source.not_found"),
         (lambda p: [shutil.rmtree(p), p.mkdir()], "source.not_found"),
-        (lambda p: [shutil.rmtree(p), p.write_text("")], "source.not_found"),
+        (lambda p: [shutil.rmtree(p), p.write_text("")], "source.unknown_kind"),
         (lambda p: next((p / "global_step3").glob("*_1_*")).unlink(), "checkpoint.incomplete"),
     ],
 )
