@@ -59,7 +59,8 @@ def filled(line: str, words: dict[str, str]) -> list[str]:
     found = shlex.split(line)[1:]
     kind = {"jobs": "JOB", "webhooks": "WEBHOOK", "tenants": "TENANT", "tokens": "TENANT", "clean": "DST"}.get(found[0])
     known = {**words, "TENANT": "vision", "ID": words.get(kind or "", ""), "NAME": "vision"}
-    known["{}"] = known.get(kind or "SRC", "")
+    # In a second pair of braces, more may follow the place.
+    known["{}"] = known["{}{}"] = known.get(kind or "SRC", "")
     if "--scope" in found:
         found[found.index("--scope") + 1] = "read"
     return [known.get(word, word) for word in found]
