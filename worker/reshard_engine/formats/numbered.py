@@ -30,6 +30,14 @@ _NAMES = "param_names"
 """The names that a group keeps if the optimizer was made of named parameters."""
 
 
+class Unread(Exception):  # noqa: N818 - the optimizer stays unread, which is no error of the source
+    """The optimizer cannot be read; the text says why, and the fix what helps."""
+
+    def __init__(self, text: str, fix: str, question: Question = Question.ORDER) -> None:
+        super().__init__(text)
+        self.text, self.fix, self.question = text, fix, question
+
+
 def entries_of(node: Node) -> dict[str | int, Node]:
     """The entries of a mapping with plain keys; none of any other value, such as a script's mapping of tuples."""
     try:

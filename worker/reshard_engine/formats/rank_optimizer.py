@@ -32,7 +32,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.dtensors import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import plain_name
-from reshard_engine.formats.numbered import only_way
+from reshard_engine.formats.numbered import Unread, only_way
 from reshard_engine.formats.torch_archive import scalar_node
 from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, foreign_paths
@@ -208,14 +208,6 @@ class ReadOptimizer:
     """The reason why it was not read, a part of a sentence; empty if it was."""
 
 
-class _Unread(Exception):  # noqa: N818 - the optimizer stays unread, which is no error of the source
-    """The optimizer cannot be read; the text says why, and the fix what helps."""
-
-    def __init__(self, text: str, fix: str, question: Question = Question.ORDER) -> None:
-        super().__init__(text)
-        self.text, self.fix, self.question = text, fix, question
-
-
 def read_optimizer(
     ranks: Sequence[RankStates],
     model: Sequence[ModelTensor],
@@ -240,7 +232,7 @@ def read_optimizer(
     groups = _groups(ranks, files)
     try:
         return _Reading(ranks, model, files, order, groups, of_model=of_model).read()
-    except _Unread as reason:
+    except Unread as reason:
         undecided = Undecided(reason.question, reason.text, reason.fix)
         return ReadOptimizer(undecided=(undecided,), unread=reason.text)
 
@@ -327,7 +319,7 @@ class _Reading:
     def read(self) -> ReadOptimizer:
         if odd := {n: k for r in self._ranks for n, k in r.odd.items()}:
             said = listed([f"{printable(n)} ({k})" for n, k in odd.items()])
-            raise _Unread(f"the optimizer keeps states that are neither tensors nor numbers: {said}", _WEIGHTS)
+            raise Unread(f"the optimizer keeps states that are neither tensors nor numbers: {said}", _WEIGHTS)
         if self._numbered and sorted(k for k in self._members if type(k) is int) != list(range(len(self._members))):
             raise SourceError("checkpoint.malformed", "the numbers of the optimizer's parameters leave gaps")
         if not self._numbered:
@@ -359,7 +351,7 @@ class _Reading:
             shapes = {h.shape for r in self._ranks for h in r.states.get(key, {}).values() if isinstance(h, Held)}
             if len(shapes) > 1:
                 text = f"number {key} has states of the shapes {listed(list(map(str, sorted(shapes))))}"
-                raise _Unread(f"the optimizer keeps states of several shapes: {text}", _WEIGHTS, Question.OPTIMIZER)
+                raise Unread(f"the optimizer keeps states of several shapes: {text}", _WEIGHTS, Question.OPTIMIZER)
             if shapes:
                 found[key] = next(iter(shapes))
         return found
@@ -398,14 +390,14 @@ class _Reading:
                 f"the optimizer numbers {counted(len(keys), 'parameter')}, and the model's files hold "
                 f"{counted(len(names), 'parameter')}"
             )
-            raise _Unread(text, f"{_SAY_ORDER}; {_WEIGHTS}")
+            raise Unread(text, f"{_SAY_ORDER}; {_WEIGHTS}")
         elif len(self._groups) > 1 and self._order is not ParamOrder.MODEL:
             text = (
                 f"the optimizer numbers its {counted(len(keys), 'parameter')} over {len(self._groups)} param groups, "
                 "and nothing says which parameters are in which group"
             )
             model = "--param-order model if the groups take the model's parameters one after another"
-            raise _Unread(text, f"{_SAY_ORDER}; {model}")
+            raise Unread(text, f"{_SAY_ORDER}; {model}")
         found: dict[Key, str] = dict(zip(keys, names, strict=True))
         for key, name in found.items():
             held = shapes.get(key) if lengths is None else lengths.get(key)
@@ -417,7 +409,7 @@ class _Reading:
                 )
                 if isinstance(self._order, tuple):
                     raise RequestError("request.invalid", f"--param-order: {text}", fix=_SAY_ORDER)
-                raise _Unread(f"{text}: the numbers do not count the model's parameters in order", _SAY_ORDER)
+                raise Unread(f"{text}: the numbers do not count the model's parameters in order", _SAY_ORDER)
         self._found.ties = ties
         self._found.counts_all = {*names} == parameters
         have_shapes = len(shapes if lengths is None else lengths) == len(keys)
@@ -425,7 +417,7 @@ class _Reading:
             if not self._of_model:
                 text = "the optimizer numbers its parameters, and their shapes alone do not tell which is which"
                 model = "--param-order model if the run made its optimizer of model.parameters()"
-                raise _Unread(text, f"{_SAY_ORDER}; {model}")
+                raise Unread(text, f"{_SAY_ORDER}; {model}")
             self._found.assumed = (_IN_ORDER,)
         return found
 
@@ -512,7 +504,7 @@ class _Reading:
                         f"the optimizer's state {printable(state)} of {printable(name)} is {boxes[0].shape}, and the "
                         f"parameter is {self._shapes[name]}"
                     )
-                    raise _Unread(text, _WEIGHTS, Question.OPTIMIZER)
+                    raise Unread(text, _WEIGHTS, Question.OPTIMIZER)
         self._freeze_base()
         return found
 
@@ -528,7 +520,7 @@ class _Reading:
             )
         scalar = first.scalar()
         if scalar is None:
-            raise _Unread(f"the optimizer's {printable(state)} of {printable(name)} is no plain number", _WEIGHTS)
+            raise Unread(f"the optimizer's {printable(state)} of {printable(name)} is no plain number", _WEIGHTS)
         self._found.scalars.setdefault(name, {})[state] = scalar
 
     def _freeze_base(self) -> None:
@@ -556,7 +548,7 @@ class _Reading:
     def _fsdp1(self) -> ReadOptimizer:
         rows = range(len(self._ranks))
         if any(t.sharded and t.coordinates != tuple(rows) for t in self._model):
-            raise _Unread(
+            raise Unread(
                 "the optimizer keeps slices of FSDP1, and the model's mesh does not shard over all ranks in their "
                 "order (HYBRID_SHARD)",
                 f"save with FSDP2 (strategy fsdp2 of verl); {_WEIGHTS}",
@@ -651,13 +643,13 @@ class _Reading:
                 f"{listed([str(self._sliced_length(k)) for k in keys])} elements, and the model's root and layers have "
                 f"{listed([str(self._numel(u)) for u in units])}"
             )
-            raise _Unread(
+            raise Unread(
                 text,
                 f"save with use_orig_params=True or with FSDP2 (strategy fsdp2 of verl); {_WEIGHTS}",
                 Question.OPTIMIZER,
             )
         if len(self._groups) > 1:
-            raise _Unread("the optimizer groups flat parameters of FSDP1", _WEIGHTS, Question.OPTIMIZER)
+            raise Unread("the optimizer groups flat parameters of FSDP1", _WEIGHTS, Question.OPTIMIZER)
         self._found.counts_all = True
         self._found.units = tuple(map(tuple, units))
         for key, unit in zip(keys, units, strict=True):

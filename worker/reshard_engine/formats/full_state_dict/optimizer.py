@@ -27,7 +27,7 @@ from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import ParamGroup, Question, Scalar, Undecided
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.model_weights import checked_state, plain_name
-from reshard_engine.formats.numbered import GROUPS, PARAMS, STATE, Shape, in_models_order, only_way
+from reshard_engine.formats.numbered import GROUPS, PARAMS, STATE, Shape, Unread, in_models_order, only_way
 from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import foreign_paths
 from reshard_engine.tensors.dtypes import BY_NAME
@@ -85,14 +85,6 @@ class ReadOptimizer:
     """The reason why it was not read, a part of a sentence; empty if it was."""
 
 
-class _Unread(Exception):  # noqa: N818 - the optimizer stays unread, which is no error of the source
-    """The optimizer cannot be read; the text says why, and the fix what helps."""
-
-    def __init__(self, text: str, fix: str, question: Question = Question.ORDER) -> None:
-        super().__init__(text)
-        self.text, self.fix, self.question = text, fix, question
-
-
 def unread_optimizer(text: str, fix: str, question: Question) -> ReadOptimizer:
     """An optimizer that stays unread.
 
@@ -121,7 +113,7 @@ def read_optimizer(node: Node, parsed: TorchFile, what: str, model: ModelOrder, 
     reading = _Reading(node, parsed, what, model, order)
     try:
         return reading.read()
-    except _Unread as reason:
+    except Unread as reason:
         return unread_optimizer(reason.text, reason.fix, reason.question)
 
 
@@ -174,7 +166,7 @@ class _Reading:
         kinds = {str(n): kind_of(v) for s in self._states.values() for n, v in s.items() if not _is_value(v)}
         if kinds:
             said = listed([f"{printable(name)} ({kind})" for name, kind in kinds.items()])
-            raise _Unread(f"the optimizer keeps states that are neither tensors nor numbers: {said}", WEIGHTS)
+            raise Unread(f"the optimizer keeps states that are neither tensors nor numbers: {said}", WEIGHTS)
         numbers = sorted(k for k in self._members if type(k) is int)
         if numbers and numbers != list(range(len(numbers))):
             raise SourceError("checkpoint.malformed", "the numbers of the optimizer's parameters leave gaps")
@@ -206,7 +198,7 @@ class _Reading:
         shapes = {v.shape for v in self._states.get(number, {}).values() if isinstance(v, PTensor) and v.shape != ()}
         if len(shapes) > 1:
             text = f"number {number} has states of the shapes {listed(list(map(str, sorted(shapes))))}"
-            raise _Unread(f"the optimizer keeps states of several shapes: {text}", WEIGHTS, Question.OPTIMIZER)
+            raise Unread(f"the optimizer keeps states of several shapes: {text}", WEIGHTS, Question.OPTIMIZER)
         if not shapes and any(isinstance(v, PTensor) and n != _STEP for n, v in self._states.get(number, {}).items()):
             return ()  # the states of a parameter without dimensions have none
         return next(iter(shapes), None)
@@ -274,7 +266,7 @@ class _Reading:
         if text := self._misfit(found, wanted):
             if isinstance(self._order, tuple):
                 raise RequestError("request.invalid", f"--param-order: {text}", fix=SAY_ORDER)
-            raise _Unread(text, f"{SAY_ORDER}; {WEIGHTS}")
+            raise Unread(text, f"{SAY_ORDER}; {WEIGHTS}")
 
     def _in_order(self, numbers: Sequence[int], wanted: Mapping[int, Shape | None]) -> list[str]:
         """The names in the order of numbers, proven by shapes, or in an order that the files or the user say."""
@@ -287,7 +279,7 @@ class _Reading:
                 return found
             reason = "their shapes leave no way, or several, to name them" if self._model.known else _SORTED
             text = f"the optimizer numbers its {counted(len(numbers), 'parameter')}, and in the order of --param-order "
-            raise _Unread(f"{text}{self._order} {reason}", f"{SAY_ORDER}; {WEIGHTS}")
+            raise Unread(f"{text}{self._order} {reason}", f"{SAY_ORDER}; {WEIGHTS}")
         return self._likely(numbers, wanted, shapes)
 
     def _candidates(self, wanted: Mapping[int, Shape | None]) -> dict[str, Shape]:
@@ -327,10 +319,10 @@ class _Reading:
         if len(shapes) != len(numbers):
             held = counted(len(shapes), "parameter")
             ways = self._ways(numbers, wanted, shapes)
-            raise _Unread(f"{number_of}, and the model's files hold {held}", f"{ways}{SAY_ORDER}; {WEIGHTS}")
+            raise Unread(f"{number_of}, and the model's files hold {held}", f"{ways}{SAY_ORDER}; {WEIGHTS}")
         if model.known and (len(self._groups) == 1 or (model.by_model and not native)):
             if text := self._misfit(in_order, wanted):
-                raise _Unread(f"{text}: the numbers do not count the model's parameters in order", SAY_ORDER)
+                raise Unread(f"{text}: the numbers do not count the model's parameters in order", SAY_ORDER)
             if model.counts_model or not native:
                 self._found.assumed = (_IN_ORDER if native else _BY_MODEL,)
                 return list(shapes)
@@ -344,7 +336,7 @@ class _Reading:
             text = "the optimizer numbers its parameters, and their shapes alone do not tell which is which"
         if not model.known:
             text = f"{text}: {_SORTED}"
-        raise _Unread(text, f"{ways}{SAY_ORDER}; {WEIGHTS}")
+        raise Unread(text, f"{ways}{SAY_ORDER}; {WEIGHTS}")
 
     def _ways(self, numbers: Sequence[int], wanted: Mapping[int, Shape | None], shapes: Mapping[str, Shape]) -> str:
         """The orders that leave one way, each with the words in which it is right; a part of a fix."""
@@ -368,7 +360,7 @@ class _Reading:
                 text = checked_state(state)
                 if isinstance(value, PTensor) and (value.shape != () or (shape == () and text != _STEP)):
                     if value.shape != shape:
-                        raise _Unread(
+                        raise Unread(
                             f"the optimizer's state {printable(text)} of {printable(name)} is {value.shape}, and the "
                             f"parameter is {shape}",
                             WEIGHTS,
@@ -384,7 +376,7 @@ class _Reading:
         raw = self._parsed.read_scalar_bytes(value)
         scalar = Scalar.of_element(raw, BY_NAME[value.dtype], value.shape)
         if scalar is None:
-            raise _Unread(f"the optimizer's {printable(state)} of {printable(name)} is no plain number", WEIGHTS)
+            raise Unread(f"the optimizer's {printable(state)} of {printable(name)} is no plain number", WEIGHTS)
         return scalar
 
     def _freeze_base(self) -> None:
