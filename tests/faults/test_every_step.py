@@ -2,7 +2,8 @@
 
 In memory a process is a thread whose every later operation fails; locally it is a real one, which SIGKILL ends
 and SIGSTOP stops. `make chaos` tries every mode at every operation. The short run tries every mode at the first
-operation of each kind, and one at each other operation, where the modes take turns.
+operation of each kind and at the last one. Of the others it tries a third, each with one mode; operations and modes
+take turns, so that RESHARD_TURN draws others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from faults import local_trials, memory_trials
 from faults.judge import Ledger
 from faults.small import ACCELERATE, OPTIONS, RANKS, STATE_DICT, small_request
+from house.tiers import sampling_turn
 from laws.dcp_files import read_metadata
 from reshard.choices import TargetFormat
 from reshard.errors import SourceError, StorageError
@@ -53,6 +55,7 @@ def trials(
         yield from ((o, mode) for o in operations for mode in modes(o))
         return
     last = [o for o in operations if o.name not in READS][-1]
+    drawn = sampling_turn()
     met: Counter[str] = Counter()
     for operation in operations:
         # A kill after an operation is that before the next one, but for the last.
@@ -61,8 +64,10 @@ def trials(
         met[kind_of(operation)] += 1
         if not listed:
             continue
-        chosen = listed if turn == 0 or operation is last else [listed[turn % len(listed)]]
-        yield from ((operation, mode) for mode in chosen)
+        if turn == 0 or operation is last:
+            yield from ((operation, mode) for mode in listed)
+        elif (turn + drawn) % 3 == 0:
+            yield operation, listed[(turn + drawn) // 3 % len(listed)]
 
 
 def run_memory(case: memory_trials.Case, title: str, request: pytest.FixtureRequest) -> None:

@@ -52,24 +52,29 @@ def take_turns(items: Iterable[pytest.Item], parameter: str, values: Sequence[st
 
 
 SHARES: Mapping[str, int] = {
-    "acceptance": 7,
-    "adversarial": 6,
-    "browser": 4,
-    "contract": 4,
-    "distributed": 5,
-    "faults": 7,
+    "acceptance": 8,
+    "acceptance/test_a_week.py": 4,
+    "adversarial": 8,
+    "browser": 6,
+    "contract": 8,
+    "distributed": 8,
+    "faults": 8,
+    "faults/test_random_kills.py": 4,
     "integration": 8,
-    "integrity": 3,
-    "laws": 6,
-    "memory": 2,
-    "oracle": 7,
+    "integrity": 4,
+    "laws": 8,
+    "memory": 3,
+    "oracle": 8,
     "packaging": 2,
-    "packaging/test_tutorial.py": 3,
-    "planted": 2,
-    "plugin": 2,
-    "recipes": 4,
+    "packaging/test_tutorial.py": 4,
+    "planted": 3,
+    "plugin": 4,
+    "recipes": 8,
 }
-"""Of each file in these folders below tests/, and of these files, `make test` runs one test of so many."""
+"""Of each file in these folders below tests/, `make test` runs one test of so many, and at least one.
+
+A file that is named here itself runs one of so many as well; if it has fewer tests, it takes no part in some turns.
+"""
 
 
 def sampling_turn() -> int:
@@ -85,17 +90,17 @@ def sampling_turn() -> int:
 
 
 def sample_files(items: Iterable[pytest.Item], shares: Mapping[str, int], turn: int, *, others: int = 1) -> None:
-    """Mark tests `full`, but for the sample of this turn: of each file every n-th test, and at least one.
+    """Mark tests `full`, but for the sample of this turn: of each file every n-th test.
 
-    As many turns in a row as the share says have each test once. The first test differs from file to file. `others` is
-    the share of files that have none of their own.
+    As many turns in a row as the share says have each test. The first test differs from file to file. A file with a
+    share of its own can have no test in a turn, each other one has at least one. `others` is the share of the rest.
     """
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("full") is None and item.get_closest_marker("gpu") is None:
             files.setdefault(item.nodeid.partition("::")[0].removeprefix("tests/"), []).append(item)
     for file, found in files.items():
-        share = min(shares.get(file) or shares.get(file.partition("/")[0]) or others, len(found))
+        share = shares.get(file) or min(shares.get(file.partition("/")[0]) or others, len(found))
         chosen = found[(zlib.crc32(file.encode()) + turn) % share :: share]
         for item in found if share > 1 else ():
             if item not in chosen:

@@ -55,6 +55,15 @@ def test_a_file_can_have_another_share_than_its_folder() -> None:
     assert sum("/near/" in nodeid for nodeid in sample(0, 3)) == 5
 
 
+def test_a_long_file_with_few_tests_takes_part_in_some_turns_only() -> None:
+    def has(turn: int) -> set[str]:
+        items: list[Any] = [Item(f"tests/far/test_it.py::test_{n}") for n in range(2)]
+        sample_files(items, {"far": 1, "far/test_it.py": 4}, turn)
+        return {item.nodeid[-1] for item in items if not item.markers}
+
+    assert sorted("".join(sorted(has(turn))) for turn in range(4)) == ["", "", "0", "1"]
+
+
 def test_other_files_can_have_a_share_as_well() -> None:
     items: list[Any] = [Item(f"tests/near/test_it.py::test_{n}") for n in range(6)]
     sample_files(items, {}, 1, others=3)
