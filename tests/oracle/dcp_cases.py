@@ -148,10 +148,15 @@ def titan_is_here() -> bool:
     return TITAN_FOLDER in os.environ or importlib.util.find_spec("torchtitan") is not None
 
 
+def is_here(package: str) -> bool:
+    """True if a package can be imported, perhaps from the same folder as torchtitan."""
+    there = Path(os.environ.get(TITAN_FOLDER, os.devnull), package).is_dir()
+    return there or importlib.util.find_spec(package) is not None
+
+
 def torchao_is_here() -> bool:
     """True if torchao can be imported, from the same folder."""
-    there = Path(os.environ.get(TITAN_FOLDER, os.devnull), "torchao").is_dir()
-    return there or importlib.util.find_spec("torchao") is not None
+    return is_here("torchao")
 
 
 @dataclass(frozen=True)
