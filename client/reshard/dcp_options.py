@@ -10,9 +10,10 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
+from reshard.choices import ParamOrder
 from reshard.installed_formats import InstalledFormat
 from reshard.option import Option, Place
-from reshard.options import FormatOptions
+from reshard.options import FormatOptions, is_none
 
 
 class Framework(StrEnum):
@@ -63,6 +64,18 @@ class DcpOptions(FormatOptions):
         default=None,
         max_length=256,
         description="Place of the optimizer in DST, such as app.optim; default: that of --framework.",
+    )
+    target_scheduler_key: Annotated[str | None, Option(label="Key of the scheduler")] = Field(
+        default=None,
+        max_length=256,
+        exclude_if=is_none,
+        description="With --to torch_save, the key of the scheduler in the file; default: SRC's, or lr_scheduler.",
+    )
+    target_param_order: Annotated[ParamOrder | None, Option(label="Order of the optimizer's numbers")] = Field(
+        default=None,
+        exclude_if=is_none,
+        description="With --to torch_save, what the optimizer's numbers count: groups (default), as "
+        "Optimizer.load_state_dict takes them; or model, as Lightning's FSDP and ModelParallelStrategy do.",
     )
     trainer_files: Annotated[str | None, Option(label="Files of the trainer"), Place()] = Field(
         default=None,

@@ -37,7 +37,8 @@ _AS_IN_TARGET_RUN = "As in the ds_config of the target run; default: as in SRC."
 _ParameterName = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
-def _is_none(value: object) -> bool:
+def is_none(value: object) -> bool:
+    """True for None: such a field is left out of the JSON, so that older programs can read it."""
     return value is None
 
 
@@ -56,12 +57,12 @@ class SourceChoices(RequestModel):
             metavar="KEY",
             label="Model to read",
         ),
-    ] = Field(default=None, max_length=512, exclude_if=_is_none)
+    ] = Field(default=None, max_length=512, exclude_if=is_none)
     """Place of the model to read, such as `unet` or `app.model`, if there are several; `.` is the root."""
     optimizer_key: Annotated[
         str | None,
         Option("Optimizer to read, if there are several.", Section.SOURCE, 3, metavar="KEY", label="Optimizer to read"),
-    ] = Field(default=None, max_length=512, exclude_if=_is_none)
+    ] = Field(default=None, max_length=512, exclude_if=is_none)
     """Place of the optimizer to read, such as `opt_g`, if there are several."""
     scheduler_key: Annotated[
         str | None,
@@ -72,7 +73,7 @@ class SourceChoices(RequestModel):
             metavar="KEY",
             label="Scheduler to read",
         ),
-    ] = Field(default=None, max_length=512, exclude_if=_is_none)
+    ] = Field(default=None, max_length=512, exclude_if=is_none)
     """Place of the learning-rate scheduler of that optimizer, such as `sched_g` or `scheduler_1.bin`."""
     param_order: Annotated[
         ParamOrder | Annotated[tuple[_ParameterName, ...], Field(max_length=1 << 20)] | None,
@@ -85,7 +86,7 @@ class SourceChoices(RequestModel):
             parse=read_order,
             label="Order of the optimizer's parameters",
         ),
-    ] = Field(default=None, exclude_if=_is_none)
+    ] = Field(default=None, exclude_if=is_none)
     """Order of the parameters of an optimizer whose files keep numbers and no names, or names and no order: `model`,
     `groups`, or the names themselves."""
     buffers: Annotated[
@@ -97,7 +98,7 @@ class SourceChoices(RequestModel):
             metavar="NAMES",
             label="Tensors that are buffers",
         ),
-    ] = Field(default=None, min_length=1, max_length=1 << 20, exclude_if=_is_none)
+    ] = Field(default=None, min_length=1, max_length=1 << 20, exclude_if=is_none)
     """Names of the tensors that are buffers, where the files do not tell them from frozen parameters, separated by
     commas; `*` stands for any text. `none`: all are parameters."""
 
@@ -111,7 +112,7 @@ class SourceChoices(RequestModel):
             metavar="PATTERN",
             label="Names of the ranks' files",
         ),
-    ] = Field(default=None, min_length=1, max_length=255, exclude_if=_is_none)
+    ] = Field(default=None, min_length=1, max_length=255, exclude_if=is_none)
     """Names of the files of FSDP's ranks in the source's directory, where a script chose them. `{rank}` stands for the
     number of the rank; `*` for any text, which all files of the save have alike; `{item}` for the name of what a file
     holds, where model and optimizer are in files of their own: `{item}_{rank}.pt`. All else is meant as it is."""
@@ -221,7 +222,7 @@ class ConversionOptions(RequestModel):
         Option(
             "Write `latest` beside DST; default: where its parent is a save directory.", Section.TARGET, 8, of_run=True
         ),
-    ] = Field(default=None, exclude_if=_is_none)
+    ] = Field(default=None, exclude_if=is_none)
     """`zero` and `universal`: whether `latest` (or `latest_universal`) is written beside the target. By default it is
     where the target's parent is a save directory: it has such a file, holds another tag directory, or holds nothing but
     the target and is not the working directory. None is left out of the JSON, as in `SourceChoices`."""

@@ -371,6 +371,8 @@ def test_ties_and_missing_states_stay_what_they_are(tmp_path: Path) -> None:
         ({"framework": "trainer", "dtype": "bf16"}, "request.invalid", "no --dtype"),
         ({"framework": "trainer", "torch_file": "a.pt"}, "request.invalid", "names of their own, and --torch-file"),
         ({"framework": "accelerate", "target_model_key": "net"}, "request.invalid", "and --target-model-key asks"),
+        ({"framework": "trainer", "target_param_order": "model"}, "request.invalid", "and --target-param-order asks"),
+        ({"target_scheduler_key": "s"}, "request.unsatisfiable", "the source holds 0 schedulers, and the key is"),
     ],
 )
 def test_files_that_no_script_would_load_are_not_written(
@@ -382,6 +384,34 @@ def test_files_that_no_script_would_load_are_not_written(
     assert caught.value.code == code
     other = one_file(place, tmp_path / "said", target_model_key="net", target_optimizer_key="opt")
     assert {*other} == {"net", "opt", "epoch"}
+
+
+def test_numbers_count_the_model_where_asked(tmp_path: Path) -> None:
+    """As Lightning's FSDP takes them: those of frozen parameters count, and groups list numbers in their own order."""
+    groups = [["b.bias", "a.bias"], ["embed", "b.weight"]]
+    place = save(tmp_path / "a.pt", optimizer=optimizer(groups), lr_sched={"last_epoch": 4, "base_lrs": [0.5, 0.25]})
+    order = tmp_path / "order.txt"
+    order.write_text("b.bias a.bias embed b.weight".replace(" ", "\n"))
+    said: dict[str, Any] = {"param_order": str(order), "buffers": "scale"}
+    with pytest.raises(ReshardError, match="are buffers, and which are frozen parameters"):
+        one_file(place, tmp_path / "no", param_order=str(order), target_param_order="model")
+    found = one_file(place, tmp_path / "out", target_param_order="model", target_scheduler_key="sched", **said)
+    states = found["optimizer"]
+    names = [n for n in SHAPES if n != "scale"]
+    assert [[names[i] for i in g["params"]] for g in states["param_groups"]] == groups
+    assert all(torch.equal(held["exp_avg"], model()[names[i]] * 3) for i, held in states["state"].items())
+    assert found["sched"] == {"last_epoch": 4, "base_lrs": [0.5, 0.25]}
+    by_groups = one_file(place, tmp_path / "groups", target_param_order="groups", **said)
+    assert [g["params"] for g in by_groups["optimizer"]["param_groups"]] == [[0, 1], [2, 3]]
+    with pytest.raises(ReshardError, match="--target-param-order: for --to torch_save"):
+        shards(place, tmp_path / "no", target_param_order="model", **said)
+    weights = tmp_path / "sorted"  # safetensors keep no order
+    weights.mkdir()
+    save_file({n: t for n, t in model().items() if n != "scale"}, weights / "model.safetensors")
+    torch.save(optimizer(groups), weights / "optimizer.pt")
+    with pytest.raises(ReshardError, match="does not keep the order of the model's parameters") as caught:
+        one_file(weights, tmp_path / "no", target_param_order="model", param_order=str(order), buffers="none")
+    assert caught.value.code == "request.unsatisfiable"
 
 
 # -- the full files of Accelerate and the Trainer again ----------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from reshard.choices import ParamOrder
 from reshard.dcp_options import DcpOptions, Framework, MissingMoments
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
@@ -15,6 +16,8 @@ from reshard_engine.formats.dcp.facts import DATA_FILE, METADATA, SHARD_FILE, SU
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
 from reshard_engine.formats.dcp.reader.tensors import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.state_tree import (
+    OF_ONE_FILE,
+    TARGET_KEYS,
     optimizers_of,
     other_keys,
     read_state_tree,
@@ -31,8 +34,8 @@ from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.layout import KnownFiles
 from reshard_engine.tensors.shard_map import is_packed
 
-_KEYS = {"framework", "target_model_key", "target_optimizer_key"}
-"""Options that ask for keys."""
+_KEYS = {"framework", *TARGET_KEYS, *OF_ONE_FILE}
+"""Options that ask for keys or numbers, as no tree that is kept has them."""
 
 
 class Dcp(Format):
@@ -54,9 +57,12 @@ class Dcp(Format):
     def check_request(self, request: ConvertRequest) -> None:
         """Refuse options of this format's target where another one is written."""
         given = {*request.options.of(DcpOptions).given()} - {"missing_moments"}
-        if request.to not in self.targets and given:
-            flags = listed([f"--{name.replace('_', '-')}" for name in sorted(given)])
-            raise RequestError("request.invalid", f"{flags}: for --to dcp", fix="--to dcp")
+        target, wrong = "dcp", given if request.to not in self.targets else set[str]()
+        if request.to == "dcp":
+            target, wrong = "torch_save", given & {*OF_ONE_FILE}
+        if wrong:
+            flags = listed([f"--{name.replace('_', '-')}" for name in sorted(wrong)])
+            raise RequestError("request.invalid", f"{flags}: for --to {target}", fix=f"--to {target}")
 
     def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
         """A file of `torch.save` for a distributed target; a whole state dict for a target that is such a file.
@@ -106,8 +112,8 @@ class Dcp(Format):
         """All but the names of numbered parameters, if the target keeps all models where the source has them."""
         facts, options = facts_of(checkpoint), request.options.of(DcpOptions)
         if request.to == "torch_save" and not writes_named_files(request):
-            # Its optimizer numbers parameters, so that their order matters.
-            return (Question.BUFFERS,)
+            # Its optimizer numbers parameters, so that their order matters; in the model's order, frozen ones count.
+            return () if options.target_param_order is ParamOrder.MODEL else (Question.BUFFERS,)
         always = (Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
         if facts is None or options.framework not in (None, facts.framework):
             return always

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from reshard.choices import ParamOrder
 from reshard.dcp_options import DcpOptions, Framework
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
@@ -105,6 +106,12 @@ def optimizers_of(checkpoint: Checkpoint) -> list[Node]:
     return optimizers_in(checkpoint.facts.tree) if isinstance(checkpoint.facts, StateTree) else []
 
 
+TARGET_KEYS = ("target_model_key", "target_optimizer_key")
+"""Options that ask for other keys of model and optimizer."""
+OF_ONE_FILE = ("target_scheduler_key", "target_param_order")
+"""Options that say what one file of `torch.save` holds."""
+
+
 def other_keys(options: DcpOptions) -> list[str]:
     """The options that ask for other keys than those that a file has, by their names."""
     return [name for name in options.given() if name not in ("files", "missing_moments")]
@@ -132,7 +139,8 @@ class TorchSaveWriter:
 
         Raises:
             RequestError: `request.invalid` for options that would change what tensors hold, or for other keys;
-                `request.unsatisfiable` for an optimizer without param groups, and for keys that come twice.
+                `request.unsatisfiable` for an optimizer without param groups, for keys that come twice, and for an
+                order that the source does not keep.
         """
         refuse_changes(request)
         options = request.options.of(DcpOptions)
@@ -145,6 +153,7 @@ class TorchSaveWriter:
             kept = {names.get(name, name): number for name, number in trainer_facts(checkpoint).numbers.items()}
             odd = {names.get(name, name): states for name, states in odd_states(checkpoint).items()}
             checkpoint = checkpoint.as_in_the_run()
+            kept = kept if options.target_param_order is None else _numbers(checkpoint, options.target_param_order)
             groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
             file = _TrainingFile(checkpoint, groups, options, kept, odd)
             tree, left = file.tree(), (*file.left_out(),)
@@ -176,7 +185,7 @@ _FULL_LIGHTNING = "full-lightning"
 """The format of Lightning's files, whose numbers stay."""
 _NUMBERS = (
     "the optimizer's numbers count its param groups, as Lightning's DDP loads them; its FSDP and ModelParallelStrategy "
-    "take them for the order of the model's parameters: for these write --to dcp --framework lightning"
+    "take them for the order of the model's parameters: for these add --target-param-order model"
 )
 _NO_PLACE = "a file of torch.save has no place for it"
 
@@ -189,7 +198,7 @@ class _TrainingFile:
     groups: Sequence[ParamGroup]
     options: DcpOptions
     kept: Mapping[str, int]
-    """Numbers of a source that counts the model, by name."""
+    """Numbers that do not count those of the groups one after another, by name."""
     odd: Mapping[str, Mapping[str, Node]]
     """States of other shapes than their parameters, by name."""
 
@@ -219,9 +228,17 @@ class _TrainingFile:
         """The value of the file.
 
         Raises:
-            RequestError: `request.unsatisfiable` for client state under the key of the model or of the optimizer.
+            RequestError: `request.unsatisfiable` for client state under the key of the model, of the optimizer or of
+                the scheduler, and for a scheduler's key where there is not one scheduler.
         """
         found, lightning = self.checkpoint, self._of_lightning
+        if self.options.target_scheduler_key is not None and (lightning or len(found.schedulers) != 1):
+            text = "Lightning lists schedulers" if lightning else f"the source holds {len(found.schedulers)} schedulers"
+            raise RequestError(
+                "request.unsatisfiable",
+                f"--target-scheduler-key: {text}, and the key is that of one",
+                fix="leave it out",
+            )
         model = ordered_dict({**model_entries(found)})
         state: dict[str | int, Node] = {self.options.target_model_key or _MODEL[lightning]: model}
         if found.optimizer is not None:
@@ -233,7 +250,7 @@ class _TrainingFile:
             raise RequestError(
                 "request.unsatisfiable",
                 f"the source's client state has the keys {listed(sorted(map(str, twice)))}, too",
-                fix="--target-model-key KEY and --target-optimizer-key KEY",
+                fix="--target-model-key KEY, --target-optimizer-key KEY and --target-scheduler-key KEY",
             )
         # Lightning's own entries come first, as it saves them.
         return mapping_of({**found.client_state, **state} if lightning else {**state, **found.client_state})
@@ -244,12 +261,15 @@ class _TrainingFile:
         Source: lightning 2.6.6 `fabric/strategies/model_parallel.py` (`_rekey_optimizer_state_if_needed`), and
         `pytorch/strategies/fsdp.py` (`load_optimizer_state_dict`): they take a number for that of `model.parameters()`.
         """
-        if self._of_lightning and len(self.groups) > 1 and self.checkpoint.format != _FULL_LIGHTNING:
+        said = self.options.target_param_order is not None or self.checkpoint.format == _FULL_LIGHTNING
+        if self._of_lightning and len(self.groups) > 1 and not said:
             yield _NUMBERS
 
     def _schedulers(self) -> dict[str | int, Node]:
         """Each scheduler under its key in the source, or `lr_scheduler`."""
         nodes, keys = self.checkpoint.schedulers, self.checkpoint.scheduler_keys
+        if (said := self.options.target_scheduler_key) is not None:
+            return {said: nodes[0]}
         own = len(keys) == len(nodes) and all(map(str.isidentifier, keys))
         return {keys[i] if own else f"lr_scheduler{f'_{i}' if i else ''}": node for i, node in enumerate(nodes)}
 
@@ -259,6 +279,30 @@ class _TrainingFile:
         yield from named(dict.fromkeys(key for rank in found.rng for key in rank), _NO_PLACE)
         written = {f"{ODD_STATE}{state}" for states in self.odd.values() for state in states}
         yield from (one for one in of_the_format(found, _NO_PLACE) if one.path not in written)
+
+
+def _numbers(checkpoint: Checkpoint, order: ParamOrder) -> Mapping[str, int]:
+    """The number of each parameter, frozen ones included, in the model's order; none where the groups say it.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for a source that does not keep the model's order.
+
+    Source: torch 2.13.0 `distributed/fsdp/_optim_utils.py` (`_get_param_id_to_param_from_optim_input`: without the
+    optimizer's own input, numbers count `model.parameters()`), through which Lightning gives numbers and takes them.
+    """
+    if order is ParamOrder.GROUPS:
+        return {}
+    held = {p.fqn for p in checkpoint.parameters}
+    names = dict.fromkeys(checkpoint.shared.get(n, n) for n in checkpoint.module_names)
+    found = {name: number for number, name in enumerate(n for n in names if n in held)}
+    if lost := [printable(p.fqn) for p in checkpoint.trained if p.fqn not in found]:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the source does not keep the order of the model's parameters ({listed(lost)}), which "
+            f"--target-param-order {order} numbers",
+            fix="--to dcp --framework lightning, whose optimizer has names",
+        )
+    return found
 
 
 def model_entries(checkpoint: Checkpoint) -> dict[str, Node]:
@@ -284,11 +328,11 @@ def numbered_optimizer(
         checkpoint: The source.
         groups: Its param groups, as they are written.
         odd: States of other shapes than their parameters, by name.
-        kept: Numbers that a file had otherwise, by name. Torch loads them by their places in the groups.
+        kept: Other numbers, by name. Torch loads them by their places in the groups.
     """
     members = [checkpoint.members(i) for i in range(len(groups))]
     fqns = [p.fqn for group in members for p in group]
-    numbers = kept if kept is not None and {*kept} == {*fqns} else {name: i for i, name in enumerate(fqns)}
+    numbers = kept if kept is not None and {*kept} >= {*fqns} else {name: i for i, name in enumerate(fqns)}
     states: dict[str | int, Node] = {
         numbers[p.fqn]: _states(p, group, odd.get(p.fqn, {}))
         for group, held in zip(groups, members, strict=True)

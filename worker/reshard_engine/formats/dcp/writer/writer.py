@@ -22,6 +22,8 @@ from reshard_engine.formats import carried
 from reshard_engine.formats.dcp.facts import DcpFacts, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import (
+    OF_ONE_FILE,
+    TARGET_KEYS,
     StateTree,
     TorchSaveWriter,
     model_entries,
@@ -311,7 +313,7 @@ class WholeFilesWriter:
             return TorchSaveWriter().lay_out(checkpoint, request, name=name)
         refuse_changes(request)
         numbered = _without_fsdp(options)
-        fixed = ("files", *(() if numbered else ("torch_file",)), "target_model_key", "target_optimizer_key")
+        fixed = ("files", *(() if numbered else ("torch_file",)), *TARGET_KEYS, *OF_ONE_FILE)
         if given := [f"--{n.replace('_', '-')}" for n in options.given() if n in fixed]:
             raise RequestError(
                 "request.invalid",
