@@ -208,10 +208,10 @@ def resume_shards(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
 
 
 def resume_file(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
-    """Goes on with a run from files with whole tensors, under DDP, for three steps.
+    """Goes on with a run from a file with whole tensors, under DDP, for three steps.
 
     Args:
-        path: One file, with the keys of a script or Lightning's; or a directory with the full files of Accelerate.
+        path: One file, with the keys of a script or Lightning's.
         case: How the model was made: `kind`, `tied`, `buffers`, `light`; `zero` if the run had one group.
         out: Where the first rank leaves what was loaded, by the truth's names.
 
@@ -224,18 +224,12 @@ def resume_file(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
     model = nn.parallel.DistributedDataParallel(whole)
     groups = _groups(whole, verl=bool(case.get("zero")))
     optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
-    if Path(path).is_dir():
-        files = ("pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.bin")
-        weights, states, rates = (torch.load(Path(path, name), weights_only=True) for name in files)
-        whole.load_state_dict(weights)
-        set_optimizer_state_dict(whole, optimizer, states)  # which gives the names numbers
-    else:
-        saved = torch.load(path, weights_only=True)
-        whole.load_state_dict(saved.get("model") or saved["state_dict"])
-        states = saved.get("optimizer") or saved["optimizer_states"][0]
-        optimizer.load_state_dict(states)
-        rates = next((saved[key] for key in ("scheduler", "lr_scheduler") if key in saved), None)
-        rates = rates or saved["lr_schedulers"][0]
+    saved = torch.load(path, weights_only=True)
+    whole.load_state_dict(saved.get("model") or saved["state_dict"])
+    states = saved.get("optimizer") or saved["optimizer_states"][0]
+    optimizer.load_state_dict(states)
+    rates = next((saved[key] for key in ("scheduler", "lr_scheduler") if key in saved), None)
+    rates = rates or saved["lr_schedulers"][0]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay)
     scheduler.load_state_dict(rates)
     for group, rate in zip(optimizer.param_groups, states["param_groups"], strict=True):
@@ -254,49 +248,6 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         row = torch.randint(0, _VOCABULARY, (10,), generator=torch.Generator().manual_seed(3000 + number))
         return {"input_ids": row, "labels": row}
-
-
-def resume_trainer(path: str, case: dict[str, Any], out: str) -> dict[str, Any]:
-    """Goes on with a run from a `checkpoint-N` of the Trainer, which loads it itself, for three steps.
-
-    Args:
-        path: The directory.
-        case: How the model was made: `kind`, `tied`; `ddp` for a run without FSDP.
-        out: A directory for the Trainer.
-
-    Returns:
-        Losses.
-    """
-    import os
-
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-    from transformers import Trainer, TrainingArguments
-
-    from oracle.dcp_accelerate import join_as_accelerate
-
-    more: dict[str, Any] = {}
-    if case.get("ddp"):
-        start_world()
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        state: Any = PartialState
-        state._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
-    else:
-        join_as_accelerate()
-        layer = f"{case['kind'].title()}DecoderLayer"
-        config = {
-            "version": 2, "transformer_layer_cls_to_wrap": [layer], "state_dict_type": "FULL_STATE_DICT",
-            "sync_module_states": "false",
-        }  # fmt: skip
-        more = {"fsdp": True, "fsdp_config": config}
-    arguments = TrainingArguments(
-        output_dir=out, per_device_train_batch_size=_SAMPLES // dist.get_world_size(), max_steps=2 * _STEPS,
-        learning_rate=2e-3, weight_decay=0.1, warmup_steps=0, lr_scheduler_type="linear", save_strategy="no",
-        logging_steps=1, report_to=[], disable_tqdm=True, seed=1, **more,
-    )  # fmt: skip
-    run: Any = Trainer(model=_model(case), args=arguments, train_dataset=_Samples())  # type: ignore[arg-type]
-    run.train(resume_from_checkpoint=path)
-    return {"losses": [log["loss"] for log in run.state.log_history if "loss" in log][-_STEPS:]}
 
 
 def _warm_up(step: int) -> float:
