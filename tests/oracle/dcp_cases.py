@@ -28,10 +28,13 @@ LOST = ("raw", "local")
 An optimizer's own state dict is one rank's flat pieces, and LOCAL_STATE_DICT has flat parameters without names.
 """
 
-TITAN_FOLDER = "RESHARD_TORCHTITAN"
-"""The variable that names the folder of torchtitan, unless it is installed.
+ITEM_FORMS = ("metadata", "safetensors")
+"""Saves of torch_checkpointing: all items by ``torch.save``, or the model as safetensors of each rank's parts."""
 
-Only some parts of it are wanted, without what it depends on for others: ``pip install --no-deps --target FOLDER
+TITAN_FOLDER = "RESHARD_TORCHTITAN"
+"""The variable that names the folder of torchtitan, torchao and torch_checkpointing, unless they are installed.
+
+Only some parts of torchtitan are wanted, without what it depends on for others: ``pip install --no-deps --target FOLDER
 torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser typeguard``.
 """
 
@@ -47,11 +50,13 @@ class Mesh:
         shard: ranks over which FSDP cuts a parameter.
         replicate: copies of that (HSDP).
         tensor: ranks over which tensor parallelism cuts it first.
+        named: its axes have names; without, there is one axis, as ``fully_shard`` makes it.
     """
 
     shard: int
     replicate: int = 1
     tensor: int = 1
+    named: bool = True
 
     @property
     def world(self) -> int:
@@ -67,7 +72,8 @@ class Mesh:
         """Short, for the names of tests: ``4``, ``2x2hsdp``, ``2x2tp``."""
         name = str(self.shard)
         name += f"x{self.replicate}hsdp" if self.replicate > 1 else ""
-        return name + (f"x{self.tensor}tp" if self.tensor > 1 else "")
+        name += f"x{self.tensor}tp" if self.tensor > 1 else ""
+        return name if self.named else f"{name}unnamed"
 
 
 @dataclass(frozen=True)
@@ -143,20 +149,10 @@ def _runs() -> dict[str, FsdpRun]:
 RUNS: dict[str, FsdpRun] = _runs()
 
 
-def titan_is_here() -> bool:
-    """True if torchtitan can be imported."""
-    return TITAN_FOLDER in os.environ or importlib.util.find_spec("torchtitan") is not None
-
-
 def is_here(package: str) -> bool:
-    """True if a package can be imported, perhaps from the same folder as torchtitan."""
+    """True if torchtitan, or a package beside it, can be imported."""
     there = Path(os.environ.get(TITAN_FOLDER, os.devnull), package).is_dir()
     return there or importlib.util.find_spec(package) is not None
-
-
-def torchao_is_here() -> bool:
-    """True if torchao can be imported, from the same folder."""
-    return is_here("torchao")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from oracle.dcp_cases import FsdpRun, Mesh
 from oracle.launcher import Worlds
 from oracle.truth import Resumed, Truth, differences, meta_differences
 
-Framework = Literal["torch", "accelerate", "lightning", "titan", "trainer", "zero"]
+Framework = Literal["torch", "accelerate", "items", "lightning", "titan", "trainer", "zero"]
 TIMEOUT_S = 120.0
 """For a world: the longest takes 6 s on an idle machine."""
 
@@ -44,7 +44,7 @@ class Saved:
     def path(self, kind: str = "app") -> Path:
         """The directory of a checkpoint; of frameworks there is one, whatever the kind."""
         match self.framework:
-            case "torch":
+            case "torch" | "items":
                 return self.folder / kind
             case "accelerate":
                 return self.folder / "state"
@@ -102,8 +102,8 @@ class FsdpOracle:
                 got = self._run("dcp_train:torch_only", run=run.to_json(), kinds=kinds, **shared)
             case "accelerate":
                 got = self._run("dcp_train:accelerate", run=run.to_json(), **shared)
-            case "titan":
-                got = self._run("dcp_titan:save", run=run.to_json(), **shared)
+            case "items" | "titan":
+                got = self._run(f"dcp_{framework}:save", run=run.to_json(), **shared)
             case "lightning":
                 losses = self._run("dcp_lightning:fit", run=run.to_json(), **shared)["losses"]
                 return tuple(losses[3:])
@@ -135,9 +135,17 @@ class FsdpOracle:
                 got = {"losses": [got["losses"][step] for step in ("4", "5", "6")]}
             case "zero":
                 got = self._run("dcp_zero:load", case=run.model.to_json(), path=str(path), out=str(out), **shared)
-            case "torch":
-                raise ValueError("several at once: resume_all")
+            case "torch" | "items":
+                raise ValueError("several at once: resume_all; in one form: resume_items")
         return Resumed.of(out, got["losses"])
+
+    def resume_items(
+        self, run: FsdpRun, path: Path, form: str, out: Path, *, resharded: bool
+    ) -> tuple[Resumed, list[float]]:
+        """Resumes one directory by torch_checkpointing's manager; also the learning rates as it left them."""
+        jobs: dict[str, Any] = {"run": run.to_json(), "path": str(path), "form": form, "out": str(out)}
+        got = self._run("dcp_items:load", run.mesh.world, **jobs, resharded=resharded)
+        return Resumed.of(out, got["losses"]), got["rates"]
 
     def resume_all(self, jobs: Sequence[Job]) -> list[Resumed | str]:
         """Resumes checkpoints on meshes of one size by ``dcp.load`` and torch's functions; errors as text."""

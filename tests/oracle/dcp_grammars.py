@@ -83,7 +83,8 @@ class Dataloader(Stateful):
         self.step = pickle.loads(state_dict[f"dp_rank_{dist.get_rank()}"])["step"]
 
 
-def _nested(running: Running) -> dict[str, Any]:
+def nested(running: Running) -> dict[str, Any]:
+    """Model and optimizer side by side, and the scheduler."""
     model, optimizer = states.get_state_dict(running.model, running.optimizer)
     found: dict[str, Any] = {"model": model, "optimizer": optimizer}
     return found | ({"lr_scheduler": running.scheduler.state_dict()} if running.scheduler else {})
@@ -105,7 +106,7 @@ def _raw(running: Running) -> dict[str, Any]:
 
 _GIVEN: dict[str, Callable[[Running], dict[str, Any]]] = {
     "app": lambda running: {"app": AppState(running)},
-    "nested": _nested,
+    "nested": nested,
     "flat": _flat,
     "titan": _titan,
     "raw": _raw,
@@ -187,7 +188,7 @@ def load(running: Running, kind: str, folder: Path, *, partial: bool = False) ->
     wanted: dict[str, Any] = {}
     match kind:
         case "nested":
-            wanted = _nested(running)
+            wanted = nested(running)
             dcp.load(wanted, **kwargs)
             _set(running, wanted["model"], wanted["optimizer"])
         case "flat" | "titan":
@@ -197,7 +198,7 @@ def load(running: Running, kind: str, folder: Path, *, partial: bool = False) ->
             _set(running, model, wanted["optimizer"], FLAT)
             running.steps = wanted["train_state"].step
         case "raw":
-            _first_step_of_nothing(running.optimizer)
+            first_step_of_nothing(running.optimizer)
             wanted = _raw(running)
             dcp.load(wanted, **kwargs)
             running.model.load_state_dict(wanted["model"])
@@ -214,7 +215,7 @@ def _set(running: Running, model: Any, optimizer: Any, options: StateDictOptions
     )
 
 
-def _first_step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
+def first_step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
     """Makes the optimizer create its states, by a step with gradients and a learning rate of zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -54,7 +54,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     """The mesh with the dimensions that it has, of ``replicate``, ``shard`` and ``tensor``."""
     sizes = {"replicate": mesh.replicate, "shard": mesh.shard, "tensor": mesh.tensor}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    return init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept))
+    return init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept) if mesh.named else None)
 
 
 def group_names(run: FsdpRun, model: nn.Module) -> list[list[str]]:
@@ -88,7 +88,9 @@ def wrap_fsdp2(model: Any, data: DeviceMesh, tensor: DeviceMesh | None) -> None:
 
 def _fsdp2(model: Any, mesh: Mesh) -> nn.Module:
     whole = device_mesh(mesh)
-    data = whole["replicate", "shard"] if mesh.replicate > 1 else whole["shard"]
+    data = whole
+    if mesh.named:
+        data = whole["replicate", "shard"] if mesh.replicate > 1 else whole["shard"]
     wrap_fsdp2(model, data, whole["tensor"] if mesh.tensor > 1 else None)
     return model  # type: ignore[no-any-return]
 

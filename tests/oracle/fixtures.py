@@ -11,7 +11,7 @@ import pytest
 
 from house.shared import made_once, started_once
 from oracle.cases import CASES, STATE_DICT_CASES
-from oracle.dcp_cases import RUNS, TITAN_FOLDER, FsdpRun, titan_is_here
+from oracle.dcp_cases import RUNS, TITAN_FOLDER, FsdpRun, is_here
 from oracle.dcp_driver import Framework, FsdpOracle, Saved as SavedByFsdp
 from oracle.driver import Oracle, ParallelOracle, Saved, Trained
 from oracle.launcher import Worlds
@@ -86,9 +86,10 @@ def trained_on(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactor
 
 
 def need(framework: Framework) -> None:
-    """Skips a test whose framework is not here: torchtitan is the only one that may be missing."""
-    if framework == "titan" and not titan_is_here():
-        pytest.skip(f"torchtitan is not installed, and {TITAN_FOLDER} names no folder of it")
+    """Skips a test whose framework is not here: those that lie beside the environment may be missing."""
+    package = {"titan": "torchtitan", "items": "torch_checkpointing"}.get(framework)
+    if package is not None and not is_here(package):
+        pytest.skip(f"{package} is not installed, and {TITAN_FOLDER} names no folder of it")
 
 
 @pytest.fixture(scope="session")

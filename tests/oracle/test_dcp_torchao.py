@@ -11,7 +11,7 @@ import reshard
 from house.shared import made_once
 from house.tiers import rest_full
 from oracle.conversions import agree
-from oracle.dcp_cases import TITAN_FOLDER, torchao_is_here
+from oracle.dcp_cases import TITAN_FOLDER, is_here
 from oracle.dcp_driver import TIMEOUT_S
 from oracle.launcher import Worlds
 from oracle.outputs import read_safetensors
@@ -20,7 +20,7 @@ from reshard.local import load_engine
 from reshard.options import SourceSpec
 
 pytestmark = pytest.mark.skipif(
-    not torchao_is_here(), reason=f"torchao is not installed, and {TITAN_FOLDER} names no folder of it"
+    not is_here("torchao"), reason=f"torchao is not installed, and {TITAN_FOLDER} names no folder of it"
 )
 OPTIMIZERS = {"AdamW8bit": "OptimState8bit", "AdamW4bit": "OptimState4bit", "AdamWFp8": "OptimStateFp8"}
 """Optimizers, each with the class of its states."""

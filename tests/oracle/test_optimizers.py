@@ -17,7 +17,7 @@ import reshard
 from house.shared import made_once
 from house.tiers import rest_full
 from oracle.cases import Case, Stage
-from oracle.dcp_cases import torchao_is_here
+from oracle.dcp_cases import is_here
 from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.launcher import WorldError
@@ -271,7 +271,7 @@ def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options) if layout is None else {"dp": layout.dp, "zero_stage": layout.zero_stage}
 
 
-@pytest.mark.skipif(not torchao_is_here(), reason="torchao is not installed")
+@pytest.mark.skipif(not is_here("torchao"), reason="torchao is not installed")
 @pytest.mark.parametrize(
     ("name", "stage"), rest_full([(n, s) for n in ("AdamW8bit", "AdamW4bit") for s in (2, 3)], ("AdamW8bit", 2))
 )
