@@ -220,6 +220,10 @@ class Engine(Protocol):
         """Check libraries, credentials, GPU and places, one after the other; nothing is written."""
         ...
 
+    def put_text(self, url: str, text: str) -> None:
+        """Write a small text, whole, into an object store, such as the file that names a run's last step."""
+        ...
+
     def discard(
         self,
         request: ConvertRequest,

@@ -6,6 +6,8 @@ and `torch.save` pickles what the real rank would pickle.
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -140,6 +142,19 @@ def save_verl(
     return _save(
         tensors, folder, world, order.index, groups, _VERL, change, extra or {"lr_scheduler": None, "rng": None}
     )
+
+
+def save_verl_run(place: Path, models: Sequence[str] = ("actor", "critic")) -> Path:
+    """A run of verl on two ranks, with the state of its data loader, an older step, and its tracker."""
+    step, two = place / "global_step_3", World((2,), ("fsdp",))
+    for model in models:
+        extra = {"lr_scheduler": {"last_epoch": 3, "_last_lr": [0.1]}, "rng": None}
+        save_verl(small_model(), step / model, two, extra=extra)
+        (step / model / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 2}))
+    (step / "data.pt").write_bytes(b"data loader")
+    shutil.copytree(step, place / "global_step_2")
+    (place / "latest_checkpointed_iteration.txt").write_text("3")
+    return place
 
 
 def save_accelerate(tensors: Tensors, folder: Path, world: World, *, change: Change | None = None) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from house.expected import raised
 from house.promises import command
 from house.saves import LAUNCHERS, make_save, same, wanted
 from laws.item_files import Items, save_items
-from laws.rank_files import FSDP1, World, save_accelerate, save_verl, small_model
+from laws.rank_files import FSDP1, World, save_accelerate, save_verl_run, small_model
 from reshard.choices import TargetFormat
 from reshard.ensuring.call import Outcome, ensured
 from reshard.ensuring.world import RanksLayout
@@ -37,19 +36,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of verl with an actor, a critic and the state of its data loader, and an older step."""
-    place = tmp_path / "run"
-    for model in ("actor", "critic"):
-        _save_verl(place / "global_step_3" / model)
-    (place / "global_step_3" / "data.pt").write_bytes(b"data loader")
-    shutil.copytree(place / "global_step_3", place / "global_step_2")
-    (place / "latest_checkpointed_iteration.txt").write_text("3")
-    return place
-
-
-def _save_verl(folder: Path) -> Path:
-    save_verl(small_model(), folder, TWO, extra={"lr_scheduler": {"last_epoch": 3, "_last_lr": [0.1]}, "rng": None})
-    (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 2}))
-    return folder
+    return save_verl_run(tmp_path / "run")
 
 
 def ranks_in(folder: str | Path) -> int:

@@ -35,6 +35,7 @@ from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.protocol import ObjectStore
 
 
 class LocalEngine:
@@ -223,6 +224,15 @@ class LocalEngine:
         from reshard_engine.operations.checkup import checkup
 
         return checkup(places, profile)
+
+    def put_text(self, url: str, text: str) -> None:
+        """Write a small text, whole, into an object store."""
+        location = open_location(url)
+        if not isinstance(location.store, ObjectStore):
+            raise RequestError(
+                "request.unknown_scheme", f"nothing can be written to {printable(url)}", fix="write to s3://"
+            )
+        location.store.put(location.path, text.encode(), metadata={}, if_absent=False)
 
     def discard(
         self,

@@ -24,6 +24,8 @@ from reshard.declared import choices_of_source, declared_options, present_names
 from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.local_checkpoints import (
+    STEP,
+    TRACKERS,
     LocalSource,
     find_source,
     finished,
@@ -33,6 +35,7 @@ from reshard.ensuring.local_checkpoints import (
     place_schedulers,
     place_step,
     storage_error,
+    track,
     writing,
 )
 from reshard.ensuring.together import LATE_S, Helper, Launch, Sharing
@@ -224,28 +227,62 @@ class _Task:
     def remote(self, source: str, tag: str | None, out: str | None) -> Ensured:
         """Handle an object store: processes elect no owner, and files beside the tag are not copied."""
         spec = SourceSpec(url=source, tag=tag, **self.wanted.choices)
-        found = self.maker.inspect(spec)
+        try:
+            found = self.maker.inspect(spec)
+        except SourceError as error:
+            step = RemoteStep.of(source, error) if self.wanted.loader.kind is None else None
+            if step is None:
+                raise
+            return self._remote_step(source, step, out, error)
         layout = self.wanted.layout(found)
         if fits(found, layout, self.wanted.dtype):
             return Ensured(source, Outcome.SOURCE)
-        if out is None:
+        place = _said_place(source, out)
+        name = None if not isinstance(layout, NativeLayout) else found.tag or source.rstrip("/").rpartition("/")[2]
+        self._convert_into(spec, found, layout, place, name)
+        return Ensured(place, Outcome.CONVERTED, layout)
+
+    def _remote_step(self, source: str, step: RemoteStep, out: str | None, error: SourceError) -> Ensured:
+        """Make a run of one step: each model, and the tracker, which is written last and makes the result complete.
+
+        Raises:
+            SourceError: `error` for models that are of another kind than files of ranks.
+        """
+        specs = [SourceSpec(url=step.home, tag=f"{step.name}/{m}", **self.wanted.choices) for m in step.models]
+        found = [self.maker.inspect(spec) for spec in specs]
+        layouts = [self.wanted.layout(f) for f in found]
+        if not all(isinstance(layout, RanksLayout) for layout in layouts):
+            raise error
+        if all(fits(f, layout, self.wanted.dtype) for f, layout in zip(found, layouts, strict=True)):
+            return Ensured(source, Outcome.SOURCE)
+        place = _said_place(source, out).rstrip("/")
+        here, maker = local_path(place), self.maker
+        if here is None and not isinstance(maker, LocalConverter):
             raise RequestError(
                 "request.invalid",
-                f"{printable(source)} is not on this machine, and its layout is another one",
-                fix="say where the result goes: --out DIR, or reshard.ensure(src, out=DIR)",
+                f"{printable(source)} holds a step of a run, and the service writes no tracker into {printable(place)}",
+                fix=f"convert here: unset RESHARD_URL; or name one model: --tag {specs[0].tag}",
             )
-        distributed = not isinstance(layout, NativeLayout)
-        name = found.tag or source.rstrip("/").rpartition("/")[2]
-        key = _key(self.wanted.key(), source, out, found.model_dump_json())
-        target = out if distributed else f"{out.rstrip('/')}/{name}"
-        tags = () if distributed else (name,)
-        here = local_path(out)
+        for spec, each, layout in zip(specs, found, layouts, strict=True):
+            self._convert_into(spec, each, layout, f"{place}/{spec.tag}")
+        if here is not None:
+            track(here, step.tracker, step.name)
+        elif isinstance(maker, LocalConverter):
+            maker.put_text(f"{place}/{step.tracker}", step.name.rpartition("_")[2])
+        return Ensured(f"{place}/{step.name}" if step.is_source else place, Outcome.CONVERTED, layouts[-1])
+
+    def _convert_into(
+        self, spec: SourceSpec, found: Inspection, layout: Layout, place: str, name: str | None = None
+    ) -> None:
+        """Convert a source of an object store into a place, or into the tag `name` of a save directory there."""
+        key = _key(self.wanted.key(), spec.url, place, found.model_dump_json())
+        here = local_path(place)
         work = self.sharing.among_all(found.total_bytes)
         if work is not None and not self.sharing.launch.first_on_node:
-            self._leave_to_the_first(SourceSpec(url=out, tag=None if distributed else name), layout)
-        request = self.request(spec, target, layout)
+            self._leave_to_the_first(SourceSpec(url=place, tag=name), layout)
+        request = self.request(spec, place if name is None else f"{place.rstrip('/')}/{name}", layout)
+        tags = () if name is None else (name,)
         self.maker.convert(request, key, lambda: here is None or finished(here, tags), work)
-        return Ensured(out, Outcome.CONVERTED, layout)
 
     def _leave_to_the_first(self, result: SourceSpec, layout: Layout) -> None:
         """Wait until the result can be read, or until the first process of this node may have been lost."""
@@ -256,6 +293,45 @@ class _Task:
                 if fits(self.maker.inspect(result), layout, self.wanted.dtype):
                     return
             time.sleep(next(pauses))
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStep:
+    """A step of verl or SkyRL in an object store, with a checkpoint for each model."""
+
+    home: str
+    """The directory of the run."""
+    name: str
+    models: tuple[str, ...]
+    tracker: str
+    """The file in which the run names the step that it resumes from."""
+    is_source: bool
+    """True if the caller named the step, and not its run."""
+
+    @classmethod
+    def of(cls, source: str, error: SourceError) -> RemoteStep | None:
+        """The step that the engine found in place of a checkpoint, by the details of its error; None for others."""
+        models: list[str] = error.details.get("models", [])
+        steps = {model.rpartition("/")[0] for model in models}
+        if len(steps) != 1:
+            return None
+        above, _, last = source.rstrip("/").rpartition("/")
+        is_source = not (step := steps.pop())
+        if STEP.fullmatch(name := step or last) is None:
+            return None
+        names = tuple(model.rpartition("/")[2] for model in models)
+        tracker = error.details.get("tracker") or TRACKERS[0]
+        return cls(above if is_source else source.rstrip("/"), name, names, tracker, is_source)
+
+
+def _said_place(source: str, out: str | None) -> str:
+    if out is None:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(source)} is not on this machine, and its layout is another one",
+            fix="say where the result goes: --out DIR, or reshard.ensure(src, out=DIR)",
+        )
+    return out
 
 
 class _Local:

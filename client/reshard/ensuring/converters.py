@@ -156,6 +156,10 @@ class LocalConverter:
                 raise self._deadline.error(f"the conversion into {printable(request.target)}")
             time.sleep(next(pauses))
 
+    def put_text(self, url: str, text: str) -> None:
+        """Write a small text into an object store."""
+        load_engine().put_text(url, text)
+
     def help(self, request: ConvertRequest, work: SharedWork, ended: Callable[[], bool]) -> None:
         """Convert together with others until the conversion ends, or until `ended()` is true.
 

@@ -45,8 +45,9 @@ _OF_RANK = re.compile(
     r"|optimizer_[0-9]+\.pt|metadata\.pkl"
 )
 """A file of one rank of FSDP: verl's and SkyRL's, Accelerate's without DCP, torch_checkpointing's; or its metadata."""
-_STEP = re.compile(r"global_step_([0-9]+)")
-_TRACKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
+STEP = re.compile(r"global_step_([0-9]+)")
+"""The name of a step of verl or SkyRL."""
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
 """The files in which verl and SkyRL name the number of the step that a run resumes from."""
 
 
@@ -154,12 +155,12 @@ def _of_ranks(src: str, tag: str | None) -> LocalSource | None:
     place = os.path.realpath(src if tag is None else os.path.join(src, tag))
     if _holds_rank(place):
         return LocalSource(place, (os.path.basename(place),), names_tag=False, distributed=True)
-    names_tag = tag is None and _STEP.fullmatch(os.path.basename(place)) is not None
+    names_tag = tag is None and STEP.fullmatch(os.path.basename(place)) is not None
     if tag is None and not names_tag:
         if (number := _tracked(place)) is None:
             return None
         place = os.path.join(place, f"global_step_{number}")
-    if _STEP.fullmatch(os.path.basename(place)) is None or not os.path.isdir(place):
+    if STEP.fullmatch(os.path.basename(place)) is None or not os.path.isdir(place):
         return None
     home, step = os.path.split(place)
     models = sorted(n for n in os.listdir(place) if not n.startswith(".") and _holds_rank(os.path.join(place, n)))
@@ -190,7 +191,7 @@ def _holds_rank(directory: str) -> bool:
 
 def _tracked(directory: str) -> str | None:
     """The number of the step that a run's tracker names; None without a tracker."""
-    for name in _TRACKERS:
+    for name in TRACKERS:
         with suppress(FileNotFoundError), open(os.path.join(directory, name), "rb") as file:
             text = file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
             return text if text.isdecimal() else None
@@ -434,11 +435,21 @@ def place_step(source: LocalSource, target: str) -> None:
         for entry in beside:
             place = _place_tree if entry.is_dir() else _place
             place(entry.path, os.path.join(target, source.step, entry.name))
-        own = [n for n in _TRACKERS if os.path.isfile(os.path.join(source.home, n))]
+    own = [n for n in TRACKERS if os.path.isfile(os.path.join(source.home, n))]
+    track(target, (own or list(TRACKERS))[0], source.step)
+
+
+def track(target: str, tracker: str, step: str) -> None:
+    """Name a step in the tracker of a result, whole.
+
+    Raises:
+        StorageError: `storage.denied`, `storage.no_space` and the like.
+    """
+    with writing(target):
         temporary = os.path.join(target, f".{uuid.uuid4().hex[:8]}.part")
         with open(temporary, "w", encoding="ascii") as file:
-            file.write(source.step.rpartition("_")[2])
-        os.replace(temporary, os.path.join(target, (own or list(_TRACKERS))[0]))
+            file.write(step.rpartition("_")[2])
+        os.replace(temporary, os.path.join(target, tracker))
 
 
 def place_schedulers(target: str, tags: tuple[str, ...]) -> None:
@@ -503,7 +514,7 @@ def finished(save_directory: str, tags: tuple[str, ...]) -> bool:
         return os.path.isfile(os.path.join(save_directory, MANIFEST))
     whole = all(os.path.isfile(os.path.join(save_directory, t, MANIFEST)) for t in tags)
     step = tags[-1].partition("/")[0]
-    if "/" in tags[-1] and (match := _STEP.fullmatch(step)) is not None:
+    if "/" in tags[-1] and (match := STEP.fullmatch(step)) is not None:
         return whole and _tracked(save_directory) == match[1]
     return whole and _pointed_latest(save_directory) in tags
 

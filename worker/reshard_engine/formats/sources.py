@@ -32,11 +32,14 @@ from reshard_engine.storage.urls import canonical_url, is_within
 #
 # Source: megatron-core 0.16.1 `dist_checkpointing/core.py` (`metadata.json`, `common.pt`); Megatron-LM
 # `training/checkpointing.py` (`latest_checkpointed_iteration.txt`, `iter_0000010/mp_rank_00/model_optim_rng.pt`); verl
-# 0.9.1 `trainer/ppo/ray_trainer.py` (`global_step_3/actor` beside a tracker with Megatron's name).
+# 0.9.1 `trainer/ppo/ray_trainer.py` (`global_step_3/actor` beside a tracker with Megatron's name); SkyRL
+# `skyrl_train/trainer.py` (the same under another name).
 
 _MEGATRON_RANK = re.compile(r"mp_rank_\d+(_\d+)?(_\d+)?")
 _MEGATRON_STEP = re.compile(r"iter_\d+|release")
 _TRACKER = "latest_checkpointed_iteration.txt"
+_TRACKERS = (_TRACKER, "latest_ckpt_global_step.txt")
+"""The files in which verl and SkyRL name the number of the step that a run resumes from."""
 _VERL_STEP = re.compile(r"global_step_\d+")
 _WHOLE = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)|.*\.index\.json")
 _MEGATRON_FIX = (
@@ -169,7 +172,7 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
     if (other := unsupported_kind(location, listing)) is not None:
         raise other
     below = _Below(location)
-    _refuse_roles(location, below, listing)
+    details = _models(location, below, listing)
     known = _tag_fix(below, listing) or _below_fix(location, below, listing)
     if not known and (single := _only_file(location, listing)) is not None:
         return single
@@ -178,6 +181,7 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         f"{printable(location.url)} holds no checkpoint of a known kind ({counted(len(listing.files), 'file')}, "
         f"directories: {_some(listing.directories)}){below.passed}",
         fix=known or _of_ranks(listing) or "name the directory that holds `latest`, the rank files or the weights",
+        details=details,
     )
 
 
@@ -264,12 +268,13 @@ def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_b
         )
     found = _recognise_child(location, tag)
     if found is None:
+        models = _models(location, below, listing, tag)
         fix = _tag_fix(below, listing, tag) or _WITHOUT_TAGS[said_by == "--tag"]
         raise SourceError(
             code,
             f"{said_by} names {printable(tag)!r}, where no checkpoint of a known kind is{below.passed}",
             fix=fix,
-            details={"tag": printable(tag)},
+            details={"tag": printable(tag), **models},
         )
     return found
 
@@ -309,27 +314,42 @@ _ROLES_UNDER = re.compile(r"[A-Za-z_-]*\d+")
 """The name of a step's directory."""
 
 
-def _refuse_roles(location: Location, below: _Below, listing: Listing) -> None:
-    """Refuse a step of a run that trains several models, each in a directory of its own, such as actor and critic.
+def _models(location: Location, below: _Below, listing: Listing, tag: str = "") -> dict[str, Any]:
+    """The model of a step whose run saves each model in a directory of its own, as details of an error.
 
-    A directory of a run is taken at its last step.
+    A directory of a run is taken at the step of the tag, at that which its tracker names, or at its last one. The
+    details are `models`, the paths from the location, and `tracker`, the name of the run's tracker if it has one.
 
     Raises:
-        SourceError: `checkpoint.ambiguous`.
+        SourceError: `checkpoint.ambiguous` for several models, such as actor and critic.
     """
+    steps = [tag] if tag else [d for d in listing.directories if _ROLES_UNDER.fullmatch(d)]
+    tracker, tracked = _tracker(location, above=not steps)
     step, names = "", listing.directories
-    steps = [d for d in names if _ROLES_UNDER.fullmatch(d)]
     if steps:
-        step = f"{max(steps, key=_by_number)}/"
-        looked = below.look(names)
-        names = looked[step[:-1]][1].directories if step[:-1] in looked else ()
+        name = tracked if not tag and tracked in steps else max(steps, key=_by_number)
+        looked, step = below.look([name]), f"{name}/"
+        names = looked[name][1].directories if name in looked else ()
     roles = [f"{step}{d}" for d in names if not d.startswith(".") and not re.search(r"\d", d)]
-    looked = below.look(roles) if len(roles) > 1 else {}
+    looked = below.look(roles)
     found = [p for p in roles if p in looked and (k := _recognise(*looked[p], p)) is not None and k.format.of_training]
+    details: dict[str, Any] = {"models": found, "tracker": tracker} if found else {}
     if len(found) > 1:
         text = f"{printable(location.url)} holds {len(found)} models, each with a training state of its own"
         flags = ", or ".join(f"--tag {shlex.quote(printable(path))}" for path in found)
-        raise SourceError("checkpoint.ambiguous", f"{text}: {_some(found)}", fix=flags)
+        raise SourceError("checkpoint.ambiguous", f"{text}: {_some(found)}", fix=flags, details=details)
+    return details
+
+
+def _tracker(location: Location, *, above: bool) -> tuple[str, str]:
+    """The name of a run's tracker, and the step that it names; empty without one. `above`: the place is a step."""
+    path = parent_and_name(location.path)[0] if above else location.path
+    with suppress(ReshardError):  # a service may not show the directory around its roots
+        for name in _TRACKERS:
+            info = location.store.stat(join(path, name)) if path else None
+            if info is not None and info.size_bytes <= _POINTER_LIMIT_BYTES:
+                return name, f"global_step_{read_bytes(location.store, info).decode('utf-8', 'replace').strip()}"
+    return "", ""
 
 
 def _below_fix(location: Location, below: _Below, listing: Listing) -> str:
