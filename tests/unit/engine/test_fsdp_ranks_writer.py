@@ -141,6 +141,23 @@ def test_skyrl_gets_its_own_keys(tmp_path: Path) -> None:
     assert said == {"fsdp_strategy": "fsdp2", "world_size": 3}
 
 
+def test_one_word_of_skyrl_does_not_say_the_version(tmp_path: Path) -> None:
+    """`fsdp` was FSDP1 in skyrl-train, and is FSDP2 since SkyRL 0.3.0: states on a mesh prove it, or the user says."""
+    place = _with_extra(tmp_path / "in", 2)
+    (place / "fsdp_config.json").write_text('{"fsdp_strategy": "fsdp", "world_size": 2}')
+    convert(place, tmp_path / "out", 3)
+    said = json.loads((tmp_path / "out" / "fsdp_config.json").read_text())
+    assert said == {"fsdp_strategy": "fsdp", "world_size": 3}
+    assert [f["fsdp_strategy"] for f in _states_of(tmp_path / "out")] == ["fsdp"] * 3
+    for file in place.glob("optim_*"):
+        file.unlink()
+    with pytest.raises(ReshardError, match="FSDP1 or FSDP2") as caught:
+        convert(place, tmp_path / "none", 3)
+    assert "--fsdp-version 2" in caught.value.fix
+    convert(place, tmp_path / "none", 3, fsdp_version=2)
+    assert len([*(tmp_path / "none").glob("model_world_size_3_rank_*.pt")]) == 3
+
+
 def test_small_files_beside_go_along_and_weights_are_named(tmp_path: Path) -> None:
     place = save_verl(small_model(), tmp_path / "in", World())
     (place / "huggingface").mkdir()

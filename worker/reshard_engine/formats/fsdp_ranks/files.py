@@ -3,9 +3,10 @@
 verl and SkyRL name the number of ranks and the rank; Accelerate names the rank alone, so that only the meshes in the
 files tell how many there were.
 
-Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py` (names, `fsdp_config.json`); SkyRL
-`skyrl_train/distributed/fsdp_strategy.py` (the same names; another `fsdp_config.json`); accelerate 1.15.0
-`utils/fsdp_utils.py` (`use_dcp=False`, LOCAL_STATE_DICT); verified by running verl and Accelerate.
+Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py` (names, `fsdp_config.json`); SkyRL 0.3.0
+`backends/skyrl_train/distributed/fsdp_strategy.py` (the same names; another `fsdp_config.json`); accelerate 1.15.0
+`utils/fsdp_utils.py` (`use_dcp=False`, LOCAL_STATE_DICT); verified by running all three. skyrl-train 0.3.1
+`distributed/fsdp_strategy.py`, the package before SkyRL 0.3.0: by its source alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 CONFIG = "fsdp_config.json"
 VERSION, STRATEGY = "FSDP_version", "fsdp_strategy"
 """The keys by which verl and SkyRL say in it which FSDP saved."""
-_STRATEGIES = {"fsdp": 1, "fsdp2": 2}
+FSDP, FSDP2 = "fsdp", "fsdp2"
+"""SkyRL's words. The first one does not say the version: FSDP1 in skyrl-train, and FSDP2 since SkyRL 0.3.0."""
 SCHEDULER, RNG, CLIENT = "lr_scheduler", "rng", "client_state"
 """Keys of the extra state; SkyRL alone has the last one."""
 _NUMBER = r"(\d{1,6})"
@@ -59,6 +61,8 @@ class RankSet:
     """The number of Accelerate's model."""
     fsdp: int | None = None
     """The version of FSDP that the configuration beside the files names."""
+    strategy: str = ""
+    """SkyRL's word in it; empty for none."""
 
     @property
     def label(self) -> str:
@@ -262,6 +266,8 @@ class SavedRanks:
     """True if the save has the extra state."""
     versions: Node = None
     """The versions of the model's modules, which `state_dict` keeps beside the tensors."""
+    strategy: str = ""
+    """SkyRL's word for FSDP; empty for none."""
     beside: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """The contents of small files beside the ranks', by path: configuration and tokenizer."""
 
@@ -388,10 +394,12 @@ def _of_verl(location: Location, listing: Listing, found: Mapping[str, re.Match[
             fix=f"they are of different saves: name the directory of one, or copy {CONFIG} of this one again",
         )
     framework = RankFramework.SKYRL if STRATEGY in config else RankFramework.VERL
-    version = config.get(VERSION, _STRATEGIES.get(str(config.get(STRATEGY))))
+    strategy = next((word for word in (FSDP, FSDP2) if config.get(STRATEGY) == word), "")
+    version = config.get(VERSION, 2 if strategy == FSDP2 else None)
     others = _others(listing, found)
     fsdp = version if type(version) is int else None
-    return RankSet(framework, world, parts[MODEL], parts[OPTIMIZER], parts[EXTRA], others, fsdp=fsdp)
+    files = (parts[MODEL], parts[OPTIMIZER], parts[EXTRA])
+    return RankSet(framework, world, *files, others, fsdp=fsdp, strategy=strategy)
 
 
 def _config(infos: Mapping[str, ObjectInfo], location: Location) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 A rank's file holds what the rank held: its boxes of sharded tensors, and plain tensors whole. Boxes that several ranks
 hold (replicas of HSDP, buffers) are read once and compared before anything is written.
 
-Source: as in `files`, `rank_states`, `dtensors` and `rank_optimizer`; SkyRL `skyrl_train/distributed/fsdp_strategy.py`
-(keys of its extra state).
+Source: as in `files`, `rank_states`, `dtensors` and `rank_optimizer`; SkyRL 0.3.0
+`backends/skyrl_train/distributed/fsdp_strategy.py` (keys of its extra state).
 """
 
 from __future__ import annotations
@@ -337,6 +337,7 @@ class _Assembly:
             cuts={weights[n]: cuts for n, cuts in self._cuts().items() if n in weights},
             has_extra=bool(self._set.extra),
             versions=self._model.versions,
+            strategy=self._set.strategy,
         )
 
     def _cuts(self) -> dict[str, list[dict[int, int]]]:

@@ -16,8 +16,8 @@ Source: torch 2.13.0 `distributed/tensor/_dtensor_spec.py`, `distributed/device_
 `distributed/fsdp/_flat_param.py` (`_init_flat_param_and_metadata`: padding; `_get_shard`: equal shares),
 `distributed/fsdp/_init_utils.py` (one rank is not sharded); verl
 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`, `workers/engine/fsdp/utils.py` (`create_device_mesh`),
-`workers/config/optimizer.py` (one group of all parameters); accelerate 1.15.0 `utils/fsdp_utils.py`; verified by
-loading with verl and with Accelerate. SkyRL `skyrl_train/distributed/fsdp_strategy.py`: by its source alone.
+`workers/config/optimizer.py` (one group of all parameters); accelerate 1.15.0 `utils/fsdp_utils.py`; SkyRL
+0.3.0 `backends/skyrl_train/distributed/fsdp_strategy.py`; verified by loading with all three.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from reshard_engine.formats.dtensors import (
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
     CONFIG,
+    FSDP2,
     RNG,
     SCHEDULER,
     STRATEGY,
@@ -199,6 +200,12 @@ class _Target:
             return {SCHEDULER: scheduler}
         client = mapping_of({k: self.carried(v) for k, v in self.checkpoint.client_state.items()})
         return {SCHEDULER: mapping_of({}) if scheduler is None else scheduler, CLIENT: client, "tag": None}
+
+    @property
+    def strategy(self) -> str:
+        """SkyRL's word for FSDP2: that of a source of FSDP2."""
+        own = self.saved.strategy if self.saved is not None and self.saved.fsdp == self.fsdp else ""
+        return own or FSDP2
 
     def carried(self, node: Node) -> Node:
         """A tree of the source under the request's policy for objects of unknown classes."""
@@ -553,7 +560,7 @@ class _Files:
                 yield self._file("extra_state", number, self._extra_state(number, self._extra))
             yield self._file("model", number, self._model(rank))
         if target.numbers:
-            said = {VERSION: target.fsdp} if target.framework is RankFramework.VERL else {STRATEGY: "fsdp2"}
+            said = {VERSION: target.fsdp} if target.framework is RankFramework.VERL else {STRATEGY: target.strategy}
             text = json.dumps({**said, "world_size": target.world}, indent=4)
             yield TargetFile(CONFIG, literal_template(text.encode()), ())
             for path, data in target.saved.beside.items() if target.saved is not None else ():
@@ -599,7 +606,7 @@ class _Files:
         target, states = self._target, self._target.random_states
         own: dict[str | int, Node] = {**extra}
         if target.framework is RankFramework.SKYRL:
-            own |= {STRATEGY: "fsdp2", "world_size": target.world, "rank": rank}
+            own |= {STRATEGY: target.strategy, "world_size": target.world, "rank": rank}
         if states:
             own[RNG] = mapping_of({k: target.carried(v) for k, v in states[rank % len(states)].items()})
         return mapping_of(own)
