@@ -100,6 +100,20 @@ def small_model(case: dict[str, Any], seed: int) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def with_adapter(model: Any, seed: int) -> Any:
+    """The model with an adapter, as verl's `_build_lora_module` makes it, whose second matrices are not zero."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    model.enable_input_require_grads()
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, lora_alpha=8, target_modules="all-linear", bias="none")
+    adapted: Any = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return adapted
+
+
 def go_on(run: RankRun, out: str, load: str | None, save: str) -> dict[str, Any]:
     """Load, train three steps, save and train three more.
 

@@ -1,4 +1,4 @@
-"""verl's own manager saves on four ranks, and goes on on three, two and four with our files.
+"""The managers of verl and SkyRL themselves save on four ranks, and go on on three, two and four with our files.
 
 What they loaded is compared with what was saved, bit for bit; the losses of the next steps with those of the run that
 saved.
@@ -6,6 +6,7 @@ saved.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ VERL: dict[str, dict[str, Any]] = {
     "lora": {"fsdp": 2, "lora": True, "tied": True},
     "adapter_alone": {"fsdp": 2, "lora": True, "adapter_alone": True},
 }
+SKYRL: dict[str, dict[str, Any]] = {"whole": {"tied": True, "buffers": True}, "lora": {"lora": True}}
 
 
 def _go_on_everywhere(fsdp: FsdpOracle, function: str, case: dict[str, Any], place: Path) -> None:
@@ -46,6 +48,7 @@ def _go_on_everywhere(fsdp: FsdpOracle, function: str, case: dict[str, Any], pla
             random = [before[rank % len(before)]["random_saved"] for rank in range(world)]
             assert [f["random_loaded"] for f in found] == random
     reshard.convert(save, place / "again", to="fsdp_ranks", dp=world, progress=False)
+    shutil.rmtree(save / "lora_adapter", ignore_errors=True)  # SkyRL's copy of the adapter, which nothing resumes from
     # With `save_lora_only` verl saves a plain dict, and torch loads both alike.
     kinds = "<class 'dict'>, <class 'collections.OrderedDict'>"
     assert [d for d in folder_differences(save, place / "again") if not d.endswith(kinds)] == []
@@ -55,3 +58,9 @@ def _go_on_everywhere(fsdp: FsdpOracle, function: str, case: dict[str, Any], pla
 @pytest.mark.parametrize("name", VERL)
 def test_verl_goes_on_on_other_numbers_of_ranks(name: str, tmp_path: Path, fsdp: FsdpOracle) -> None:
     _go_on_everywhere(fsdp, "oracle.verl_manager:run", VERL[name], tmp_path)
+
+
+@pytest.mark.skipif(not is_here("skyrl"), reason="SkyRL is not here: `make setup` puts it beside the environment")
+@pytest.mark.parametrize("name", SKYRL)
+def test_skyrl_goes_on_on_other_numbers_of_ranks(name: str, tmp_path: Path, fsdp: FsdpOracle) -> None:
+    _go_on_everywhere(fsdp, "oracle.skyrl_manager:run", SKYRL[name], tmp_path)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from oracle.dcp_models import start_world
-from oracle.rank_runs import RESUME_SEED, SOURCE_SEED, RankRun, go_on, import_parts, small_model
+from oracle.rank_runs import RESUME_SEED, SOURCE_SEED, RankRun, go_on, import_parts, small_model, with_adapter
 
 _BARE = (
     "verl", "verl.utils", "verl.utils.checkpoint", "verl.workers", "verl.workers.config", "verl.workers.engine",
@@ -57,20 +57,6 @@ def _import() -> None:
             return "gloo"
 
     platforms.set_platform(Cpu())
-
-
-def _adapted(model: Any, seed: int) -> Any:
-    """The model with an adapter, as verl's `_build_lora_module` makes it, with a second matrix that is not zero."""
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    model.enable_input_require_grads()
-    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, lora_alpha=8, target_modules="all-linear", bias="none")
-    adapted: Any = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return adapted
 
 
 def _fsdp2(model: Any, mesh: Any) -> nn.Module:
@@ -154,7 +140,7 @@ def run(case: dict[str, Any], out: str, save: str, load: str | None = None) -> d
     seed = SOURCE_SEED if load is None else RESUME_SEED
     # Nothing but the run itself has the base model where it saves the adapter alone.
     model: Any = small_model(case, SOURCE_SEED if case.get("adapter_alone") else seed)
-    model = _adapted(model, seed) if case.get("lora") else model
+    model = with_adapter(model, seed) if case.get("lora") else model
     model = _fsdp2(model, mesh) if case.get("fsdp", 2) == 2 else _fsdp1(model, mesh, flat=case["flat"])
     config = optimizers.FSDPOptimizerConfig(lr=2e-3, weight_decay=0.1, betas=(0.9, 0.98))
     optimizer = optimizers.build_optimizer(model.parameters(), config)
