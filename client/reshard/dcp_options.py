@@ -87,7 +87,7 @@ class DcpOptions(FormatOptions):
         default="checkpoint.pt",
         pattern=r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}",
         max_length=128,
-        description="With --to torch_save, the name of the file.",
+        description="With --to torch_save, the name of the file; optimizer.pt for a Trainer without FSDP.",
     )
     missing_moments: Annotated[MissingMoments, Option(label="Parameters without optimizer states")] = Field(
         default=MissingMoments.ZERO,

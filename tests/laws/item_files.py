@@ -31,7 +31,7 @@ Change = Callable[[int, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Items:
-    """How a payload is saved.
+    """The way in which a payload is saved.
 
     Attributes:
         numbers: the optimizer has numbers in place of names.

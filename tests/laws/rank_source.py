@@ -85,7 +85,7 @@ def _state_dicts(state: LogicalState, layout: Layout, *, numbers: bool) -> tuple
 
 
 def _kept(state: LogicalState, model: Mapping[str, Any], *, numbers: bool) -> LogicalState:
-    """What the files hold of a run: ties are names of one memory, and whole tensors beside sharded ones are buffers."""
+    """The run that the files hold: ties are names of one memory, and whole tensors beside sharded ones are buffers."""
     cut = {n for n, value in model.items() if isinstance(value, Sharded)}
     trained = {p.fqn: p for p in state.trained}
     bits = {n: state.buffers.get(o) or state.parameter(o).weight for n in model for o in (state.aliases.get(n, n),)}

@@ -291,7 +291,7 @@ def _groups(model: nn.Module, *, verl: bool) -> Any:
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What the model and the optimizer hold, by the truth's names."""
+    """The tensors of the model and the optimizer, by the truth's names."""
     found: dict[str, torch.Tensor] = {f"{name}/model": value for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         found |= {f"{name}/{state}": value for state, value in optimizer.state[parameter].items()}

@@ -1,4 +1,4 @@
-"""What a distributed checkpoint holds, and how it differs from the truth of a run that saved whole tensors."""
+"""The contents of a distributed checkpoint, and their differences from the truth of a run that saved whole tensors."""
 
 from __future__ import annotations
 

@@ -89,13 +89,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank's file holds of one tensor."""
+    """The parts of one tensor in one rank's file."""
 
     dtype: Dtype
     shape: Shape
     """The shape of the whole tensor."""
     layout: str
-    """How the tensor lies on all ranks, in words that every rank's file must agree on; `whole` for a plain tensor."""
+    """The placement on all ranks, in words that every rank's file must agree on; `whole` for a plain tensor."""
     parts: tuple[Part, ...]
     """The boxes of this rank. A plain tensor is one box, and so is an empty shard."""
     coordinate: int | None = None
@@ -152,7 +152,7 @@ class Placement:
     kind: str
     dim: int | None = None
     split: int = 1
-    """How many cuts of its dimension come before that of a `_StridedShard`."""
+    """The number of cuts of its dimension that come before that of a `_StridedShard`."""
 
     def __str__(self) -> str:
         if self.dim is None:
@@ -166,7 +166,7 @@ class Placement:
 def placed(
     dtype: Dtype, shape: Shape, mesh: Mesh, placements: Sequence[Placement], what: str
 ) -> tuple[Held, Shape, Shape]:
-    """How a tensor lies on all ranks, without its parts; and the offsets and sizes of this rank's box.
+    """Read a tensor's placement on all ranks, without its parts, and the offsets and sizes of this rank's box.
 
     Raises:
         SourceError: `source.unsupported` for cuts of which nothing proves where they lie.
@@ -244,7 +244,7 @@ class RankFile:
         self.name = printable(self.parsed.file.name)
 
     def held(self, node: Node, what: str) -> Held | None:
-        """What the file holds of a tensor; None for a value that is no tensor.
+        """Read the file's parts of a tensor; None for a value that is no tensor.
 
         Args:
             node: The value.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from fnmatch import fnmatchcase
 from reshard.choices import NO_BUFFERS
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import Checkpoint, Question, Undecided
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32, SHORT_NAMES, Dtype
 from reshard_engine.tensors.layout import require_distinct
 
@@ -231,3 +232,18 @@ def said_buffers(text: str | None, plain: Mapping[str, str]) -> set[str] | None:
             fix="name tensors as `reshard inspect` lists them, or --buffers none",
         )
     return {name for name, short in plain.items() if any(fnmatchcase(short, p) for p in patterns)}
+
+
+def which_are_buffers(names: Sequence[str], likely: Sequence[str] = ()) -> Undecided:
+    """The question which tensors are buffers, and which are parameters that nothing trains.
+
+    Args:
+        names: The tensors of which nothing tells it.
+        likely: Those of them that are taken for buffers, which the answer names first.
+    """
+    answer = shlex.quote(",".join(likely)) if likely else "NAME,…"
+    return Undecided(
+        Question.BUFFERS,
+        f"nothing tells which of {listed(list(map(printable, names)))} are buffers, and which are frozen parameters",
+        f"--buffers none if all are parameters; else --buffers {answer} with the names of the buffers",
+    )

@@ -53,7 +53,7 @@ Source: peft 0.21.2 `tuners/tuners_utils.py` (`_mark_only_adapters_as_trainable`
 _WEIGHTS = "the weights alone can be had: --to safetensors"
 _WEIGHTS_OF_OLDER = "remove it from the param groups before the save, or name the directory of an older save"
 _MOST_ELEMENTS = 64
-"""Of a tensor among hyper-parameters: a learning rate, or a pair of betas."""
+"""The most elements of a tensor among hyper-parameters: a learning rate, or a pair of betas."""
 _SAY_ORDER = "--param-order FILE with the names of all parameters in the optimizer's order, one a line"
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 
@@ -96,7 +96,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """What one rank's file holds of the optimizer."""
+    """The optimizer in one rank's file."""
 
     groups: Node
     states: Mapping[Key, Mapping[str, Held | Number]]

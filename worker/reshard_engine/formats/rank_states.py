@@ -9,16 +9,32 @@ every parameter; a shard is a view of a padded storage), `nn/modules/module.py` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
-from reshard.errors import SourceError, listed, printable
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.models.jobs import ConvertRequest, NotCarried
+from reshard.options import FsdpRanksOptions
 from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, Parameter, ParamGroup, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, walk
-from reshard_engine.formats.dtensors import Held, Part, RankFile, TensorsOfRank
+from reshard_engine.formats.carried import named
+from reshard_engine.formats.dtensors import (
+    Held,
+    Mesh,
+    Part,
+    ProcessGroups,
+    RankFile,
+    Shape,
+    TargetMesh,
+    TensorsOfRank,
+    device_of,
+    mesh_shape,
+    require_rows,
+)
 from reshard_engine.formats.model_weights import (
     SHARDED_NAMES,
     checked_name,
@@ -28,6 +44,7 @@ from reshard_engine.formats.model_weights import (
     said_buffers,
 )
 from reshard_engine.formats.rank_optimizer import STEP, ModelTensor, ReadOptimizer, Slice, number_node
+from reshard_engine.formats.torch_archive import under_policy
 from reshard_engine.pickles.nodes import Global, Node, PObject, PTensor, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.rebuild import made_of_tensors
 from reshard_engine.pickles.trees import TensorsAt, compare_trees
@@ -38,6 +55,15 @@ VERSIONS = "_metadata"
 """The attribute of a model's state dict that holds the versions of its modules."""
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 _LARGE_BYTES = 1 << 20
+NO_GROUPS = (
+    "nothing says the names of the process groups of a mesh of replicas: loaded optimizer states cannot be gathered "
+    "(DTensor.full_tensor)"
+)
+NO_OPTIMIZER = "the source holds no optimizer: the run must begin its optimizer anew"
+_OF_PARTITIONS = "one number for each rank's partition, and these files hold whole parameters' shards"
+_WEIGHTS = "write the weights alone: --to safetensors"
+_OF_SCHEDULER = frozenset({"last_epoch", "base_lrs"})
+"""Keys of the state dict of a scheduler of torch that sets learning rates step by step."""
 _LEAST_DIMS = 2
 """The dimensions of a matrix: vectors of different layers are often equal, and none is tied."""
 
@@ -134,7 +160,7 @@ def _said(held: Held) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """What one rank's file holds of the model: tensors, and entries that are none."""
+    """The model in one rank's file: tensors, and entries that are none."""
 
     tensors: Mapping[str, Held]
     others: tuple[str, ...]
@@ -270,7 +296,7 @@ class Value:
 
 
 def _bytes(tensor: Node, parsed: TorchFile) -> object:
-    """What is equal for equal tensors alone; None where the file does not say it."""
+    """Return a value that is equal for equal tensors alone; None where the file does not say it."""
     if not isinstance(tensor, PTensor):
         return None
     form = tensor.dtype, tensor.shape, tensor.stride, tensor.offset
@@ -348,6 +374,20 @@ class RankState:
         self._first_state, self._buffers = first_state, buffers
         self.ties = self._tied()
         self.weights = {name: self._add_weight(name) for name in model.held if name not in self.ties.twins}
+
+    def saved(self) -> SavedRun:
+        """How the run saved the files, for a target of the same kind."""
+        held, weights = {name: ranks[0] for name, ranks in self._model.held.items()}, self.weights
+        numbers = {} if self._optimizer is None else self._optimizer.numbers
+        cut = {n: [d for d in h.dims if d is not None] for n, h in held.items() if h.mesh is not None}
+        return SavedRun(
+            mesh=next((h.mesh for h in held.values() if h.mesh is not None), None),
+            plain=frozenset(w for name, w in weights.items() if held[name].plain and self._model.any_sharded),
+            other_cuts=tuple(n for n, dims in cut.items() if dims != [0] or held[n].dims[-1] is None),
+            numbers={weights[n]: i for n, i in numbers.items() if n in weights},
+            lists=() if self._optimizer is None else self._optimizer.lists,
+            versions=self._model.versions,
+        )
 
     def groups(self, optimizer: ReadOptimizer, parsed: TorchFile | None) -> tuple[ParamGroup, ...]:
         """The param groups with references in place of tensors, which all ranks have alike, as one file has them."""
@@ -437,6 +477,110 @@ def _likely_buffers(names: Sequence[str]) -> Undecided:
         f"{listed(names)} are taken for buffers because they are whole where FSDP shards each parameter",
         "--buffers none if they are parameters that FSDP was told to ignore",
     )
+
+
+# The run that saved files of ranks, and the ranks that load those of a target.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """How a run saved its ranks' files. Parameters are named by the numbers of their weights in the shard map."""
+
+    mesh: Mesh | None
+    """The first rank's mesh; None for a run whose tensors are on none."""
+    plain: frozenset[int]
+    """Tensors that no mesh shards."""
+    other_cuts: tuple[str, ...]
+    """Names of tensors that are cut in another way than FSDP cuts rows: over one axis of the mesh, the last one."""
+    numbers: Mapping[int, int]
+    """The optimizer's number of each parameter; empty where names are its keys, and for flat parameters."""
+    lists: tuple[tuple[int, ...], ...]
+    """The numbers in each param group."""
+    versions: Node
+    """The versions of the model's modules, which `state_dict` keeps beside the tensors."""
+
+
+@dataclass(frozen=True)
+class TargetRanks:
+    """The ranks that load the files of a target."""
+
+    checkpoint: Checkpoint
+    request: ConvertRequest
+    run: SavedRun | None
+    """How the source's run saved it, if it saved files of the same kind."""
+    device: str
+    shape: Shape
+    """The shape of the mesh: all ranks, or replicas and the ranks of one copy."""
+    names: tuple[str, ...] | None
+    """The names of the mesh's axes."""
+
+    @cached_property
+    def mesh(self) -> TargetMesh:
+        """The mesh of the ranks."""
+        return TargetMesh(self.shape, self.names, self.device, self.groups.names)
+
+    @cached_property
+    def groups(self) -> ProcessGroups:
+        """The names of their process groups."""
+        return ProcessGroups(self.shape, None if self.run is None else self.run.mesh)
+
+    @property
+    def plain(self) -> frozenset[int]:
+        """Weights that the run keeps whole, by number."""
+        return frozenset[int]() if self.run is None else self.run.plain
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The optimizer's number of each parameter in a run of the same kind; empty unless it numbers all of them."""
+        if self.run is None or not self.run.numbers:
+            return {}
+        places = ((p.fqn, p.weight) for p in self.checkpoint.parameters)
+        found = {name: self.run.numbers[w] for name, w in places if w is not None and w in self.run.numbers}
+        return found if found.keys() >= {p.fqn for p in self.checkpoint.trained} else {}
+
+    def carried(self, node: Node) -> Node:
+        """A tree of the source under the request's policy for objects of unknown classes."""
+        return under_policy(node, self.request.opaque)
+
+    def refuse_unwritable(self) -> None:
+        """Refuse an optimizer that these files have no place for.
+
+        Raises:
+            RequestError: `request.unsatisfiable`.
+        """
+        optimizer = self.checkpoint.optimizer
+        if optimizer is not None and optimizer.unread:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the optimizer keeps {listed([*optimizer.unread])}, which only the source's own format holds",
+                fix=_WEIGHTS,
+            )
+        if optimizer is not None and self.checkpoint.trained and not optimizer.groups:
+            text = "the source keeps no hyper-parameters of its param groups"
+            raise RequestError("request.unsatisfiable", text, fix=_WEIGHTS)
+
+    def numbers_left_out(self) -> Iterator[NotCarried]:
+        """The numbers that the optimizer has for each rank's partition."""
+        numbers = () if self.checkpoint.optimizer is None else self.checkpoint.optimizer.rank_numbers
+        yield from named((f"optimizer.{name}" for name in numbers), _OF_PARTITIONS)
+
+
+def device_and_shape(request: ConvertRequest, run: SavedRun | None) -> tuple[str, Shape]:
+    """The type of the devices and the shape of the mesh of a target's ranks: as the user says, else the source.
+
+    Raises:
+        RequestError: `request.invalid`, `request.unsatisfiable`.
+    """
+    options, mesh = request.options.of(FsdpRanksOptions), None if run is None else run.mesh
+    require_rows(mesh, () if run is None else run.other_cuts)
+    device = device_of(options.device_type, mesh)
+    return device, mesh_shape(request.options.deepspeed.dp or 1, options.fsdp_size, mesh)
+
+
+def steps_rates(scheduler: Node) -> bool:
+    """True for the state dict of a scheduler of torch that sets learning rates step by step."""
+    keys = mapping_items(scheduler, what="a scheduler").keys() if is_mapping(scheduler) else ()
+    return {*map(str, keys)} >= _OF_SCHEDULER
 
 
 # What the files of a rank hold of them.

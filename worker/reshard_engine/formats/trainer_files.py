@@ -105,7 +105,7 @@ class TrainerFacts(FormatFacts):
 
 
 def trainer_facts(checkpoint: Checkpoint) -> TrainerFacts:
-    """What a trainer's files hold, whatever the format of the model beside them."""
+    """The state in a trainer's files, whatever the format of the model beside them."""
     return checkpoint.facts if isinstance(checkpoint.facts, TrainerFacts) else TrainerFacts()
 
 

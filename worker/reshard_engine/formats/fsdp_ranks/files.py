@@ -21,9 +21,8 @@ from reshard.choices import MANIFEST, RankFramework
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.options import SourceChoices
 from reshard_engine.containers.source_file import SourceFile, parse_json
-from reshard_engine.formats.dtensors import Mesh
+from reshard_engine.formats.rank_states import SavedRun
 from reshard_engine.formats.trainer_files import FULL, TrainerFacts, chosen_model, full_pair
-from reshard_engine.pickles.nodes import Node
 from reshard_engine.storage.locations import Location, refuse_hub_link_elsewhere
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
 
@@ -243,29 +242,18 @@ def _alike(texts: Sequence[str]) -> int:
 class SavedRanks:
     """How a run saved its ranks' files. Parameters are named by the numbers of their weights in the shard map."""
 
+    run: SavedRun
     framework: RankFramework
     number: int
     """The number of Accelerate's model."""
     fsdp: int | None
     """The version of FSDP; None if nothing says it."""
-    mesh: Mesh | None
-    """The first rank's mesh; None for a run whose tensors are on none."""
-    plain: frozenset[int]
-    """Tensors that no mesh shards."""
-    other_cuts: tuple[str, ...]
-    """Names of tensors that are cut in another way than FSDP cuts rows: over one axis of the mesh, the last one."""
-    numbers: Mapping[int, int]
-    """The optimizer's number of each parameter; empty where names are its keys, and for flat parameters."""
-    lists: tuple[tuple[int, ...], ...]
-    """The numbers in each param group."""
     units: tuple[tuple[int, ...], ...]
     """The parameters of each flat parameter of FSDP1 by number; empty for `use_orig_params=True`, and for FSDP2."""
     cuts: Mapping[int, Sequence[Mapping[int, int]]]
     """Under FSDP1 the elements of a parameter's states by rank, without ranks that hold none: one where all agree."""
     has_extra: bool
     """True if the save has the extra state."""
-    versions: Node = None
-    """The versions of the model's modules, which `state_dict` keeps beside the tensors."""
     strategy: str = ""
     """SkyRL's word for FSDP; empty for none."""
     beside: Mapping[str, bytes] = field(default_factory=dict[str, bytes])

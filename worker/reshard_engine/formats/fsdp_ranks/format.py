@@ -180,8 +180,8 @@ class FsdpRanks(Format):
         if saved is None or options.rank_framework is RankFramework.ACCELERATE:
             return ()
         # The names of wrapped modules in the model's file say the units of FSDP1, too.
-        units = bool(saved.units) and saved.versions is not None and options.fsdp_version != 2
-        kept = bool(saved.numbers) or units
+        units = bool(saved.units) and saved.run.versions is not None and options.fsdp_version != 2
+        kept = bool(saved.run.numbers) or units
         return (Question.ORDER, Question.BUFFERS) if kept else ()
 
     def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
@@ -322,21 +322,14 @@ class _Assembly:
     def _saved(self) -> SavedRanks | None:
         """How the run saved the files, for a target of the same kind."""
         held, weights = {name: ranks[0] for name, ranks in self._model.held.items()}, self._state.weights
-        numbers = {} if self._optimizer is None else self._optimizer.numbers
-        cut = {n: [d for d in h.dims if d is not None] for n, h in held.items() if h.mesh is not None}
         return SavedRanks(
+            run=self._state.saved(),
             framework=self._set.framework,
             number=self._set.number,
             fsdp=self._version(held.values()),
-            mesh=next((h.mesh for h in held.values() if h.mesh is not None), None),
-            plain=frozenset(w for name, w in weights.items() if held[name].plain and self._model.any_sharded),
-            other_cuts=tuple(n for n, dims in cut.items() if dims != [0] or held[n].dims[-1] is None),
-            numbers={weights[n]: i for n, i in numbers.items() if n in weights},
-            lists=() if self._optimizer is None else self._optimizer.lists,
             units=() if self._optimizer is None else tuple(tuple(weights[n] for n in u) for u in self._optimizer.units),
             cuts={weights[n]: cuts for n, cuts in self._cuts().items() if n in weights},
             has_extra=bool(self._set.extra),
-            versions=self._model.versions,
             strategy=self._set.strategy,
         )
 
@@ -446,7 +439,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Contents:
-    """What the first rank's files hold, by the user's names."""
+    """The contents of the first rank's files, by the user's names."""
 
     places: dict[str, _Place] = field(default_factory=dict[str, _Place])
     models: dict[str, Node] = field(default_factory=dict[str, Node])
@@ -518,7 +511,7 @@ class _NamedAssembly(_Assembly):
         )
 
     def _first_files(self, where: str) -> _Contents:
-        """What the first rank's files hold, and the proof that the files of all ranks are there."""
+        """Read the first rank's files, and prove that the files of all ranks are there."""
         found = _Contents()
         for item, files in self._named.items.items():
             parsed = open_torch_file(files[0], self._ledger)
@@ -541,7 +534,7 @@ class _NamedAssembly(_Assembly):
         return found
 
     def _of_item(self, item: str, places: Sequence[_Place]) -> tuple[list[RankModel], list[RankStates]]:
-        """What the files of one item hold of the model and of the optimizer, by rank."""
+        """Read the model and the optimizer in the files of one item, by rank."""
         key = self._read_keys[0]
         model = self._contents.places[key] if self._contents.places[key].item == item else None
         rest = [place for place in places if place.item == item and place is not model]

@@ -34,15 +34,7 @@ from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import FsdpRanksOptions
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
-from reshard_engine.formats.dtensors import (
-    ProcessGroups,
-    Shape,
-    TargetMesh,
-    TensorsOfRank,
-    device_of,
-    mesh_shape,
-    require_rows,
-)
+from reshard_engine.formats.dtensors import Shape, TensorsOfRank
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
     CONFIG,
@@ -55,8 +47,18 @@ from reshard_engine.formats.fsdp_ranks.files import (
     SavedRanks,
 )
 from reshard_engine.formats.model_weights import plain_name
-from reshard_engine.formats.rank_states import VERSIONS, model_entries, number_entries, state_entries
-from reshard_engine.formats.torch_archive import tree_template, under_policy
+from reshard_engine.formats.rank_states import (
+    NO_GROUPS,
+    NO_OPTIMIZER,
+    VERSIONS,
+    TargetRanks,
+    device_and_shape,
+    model_entries,
+    number_entries,
+    state_entries,
+    steps_rates,
+)
+from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.formats.trainer_files import RANK_STATES
 from reshard_engine.pickles.nodes import (
     Node,
@@ -77,17 +79,8 @@ _AXES: Mapping[int, tuple[str, ...]] = {1: ("fsdp",), 2: ("ddp", "fsdp")}
 """The axes of verl's and SkyRL's meshes, by their number."""
 _RANDOM = frozenset({"cpu", "numpy", "random"})
 """The random states that verl and SkyRL look up."""
-_OF_SCHEDULER = frozenset({"last_epoch", "base_lrs"})
-"""Keys of the state dict of a scheduler of torch that sets learning rates step by step."""
 _NO_PLACE = "files of these ranks have no place for it"
-_OF_PARTITIONS = "one number for each rank's partition, and these files hold whole parameters' shards"
-_WEIGHTS = "write the weights alone: --to safetensors"
 _FOR_FSDP2 = "the files are those of FSDP2 (fully_shard; strategy fsdp2 of verl) in torch 2.13 or newer"
-_NO_GROUPS = (
-    "nothing says the names of the process groups of a mesh of replicas: loaded optimizer states cannot be gathered "
-    "(DTensor.full_tensor)"
-)
-_NO_OPTIMIZER = "the source holds no optimizer: the run must begin its optimizer anew"
 
 
 class FsdpRanksWriter:
@@ -119,18 +112,12 @@ class FsdpRanksWriter:
 
 
 @dataclass(frozen=True)
-class _Target:
+class _Target(TargetRanks):
     """The ranks that load the files, and what they expect."""
 
-    checkpoint: Checkpoint
-    request: ConvertRequest
     saved: SavedRanks | None
     """How the source's run saved it, if it saved files of ranks."""
     framework: RankFramework
-    device: str
-    shape: Shape
-    """The shape of the mesh: all ranks, or replicas and the ranks of one copy."""
-    names: tuple[str, ...] | None
     fsdp: int
     """The version of FSDP of the run that loads the files."""
 
@@ -140,60 +127,42 @@ class _Target:
         return prod(self.shape)
 
     @property
-    def mesh(self) -> TargetMesh:
-        """The mesh of the ranks that load the files."""
-        return TargetMesh(self.shape, self.names, self.device, self.groups.names)
-
-    @cached_property
-    def groups(self) -> ProcessGroups:
-        """The names of their process groups."""
-        return ProcessGroups(self.shape, None if self.saved is None else self.saved.mesh)
-
-    @property
-    def plain(self) -> frozenset[int]:
-        """Weights that the run keeps whole, by number."""
-        return frozenset[int]() if self.saved is None else self.saved.plain
-
-    @property
-    def numbers(self) -> bool:
+    def has_numbers(self) -> bool:
         """True if the optimizer numbers its parameters."""
         return self.framework in _NUMBERING
 
     @property
     def own(self) -> bool:
         """True if the source was saved by a framework that keeps the same things in the same files."""
-        return self.saved is not None and (self.saved.framework in _NUMBERING) is self.numbers
+        return self.saved is not None and (self.saved.framework in _NUMBERING) is self.has_numbers
 
     @property
     def versions(self) -> Node:
         """The versions of the model's modules; None where nothing says them under the names of this run."""
-        return self.saved.versions if self.saved is not None and self.own and self.saved.fsdp == self.fsdp else None
+        return self.saved.run.versions if self.saved is not None and self.own and self.saved.fsdp == self.fsdp else None
 
     @property
     def random_states(self) -> Sequence[Mapping[str, Node]]:
         """The random states by source rank; none where these frameworks have no use for them, or if asked so."""
         facts, rng = self.checkpoint.facts, self.request.options.deepspeed.rng
-        if not self.numbers or rng is RngPolicy.DROP or not isinstance(facts, RankFacts):
+        if not self.has_numbers or rng is RngPolicy.DROP or not isinstance(facts, RankFacts):
             return ()
         return facts.rank_states if all(states.keys() >= _RANDOM for states in facts.rank_states) else ()
 
     @property
     def scheduler(self) -> Node:
         """The state dict of the scheduler; None if there is none of torch."""
-        found = self.checkpoint.scheduler if self.numbers else None
-        if self.own or found is None:
-            return found
-        keys = mapping_items(found, what="a scheduler").keys() if is_mapping(found) else ()
-        return found if {*map(str, keys)} >= _OF_SCHEDULER else None
+        found = self.checkpoint.scheduler if self.has_numbers else None
+        return found if self.own or steps_rates(found) else None
 
     @cached_property
     def extra(self) -> Mapping[str | int, Node] | None:
-        """What each rank's extra state holds beside its own; None if there is no such file.
+        """The part of the extra state that all ranks have alike; None if there is no such file.
 
         verl's loader asks for it unless it is told not to; the file is left out where the source of the same kind has
         none.
         """
-        if not self.numbers or (self.saved is not None and self.own and not self.saved.has_extra):
+        if not self.has_numbers or (self.saved is not None and self.own and not self.saved.has_extra):
             return None
         scheduler = self.carried(self.scheduler)
         if self.framework is RankFramework.VERL:
@@ -206,10 +175,6 @@ class _Target:
         """SkyRL's word for FSDP2: that of a source of FSDP2."""
         own = self.saved.strategy if self.saved is not None and self.saved.fsdp == self.fsdp else ""
         return own or FSDP2
-
-    def carried(self, node: Node) -> Node:
-        """A tree of the source under the request's policy for objects of unknown classes."""
-        return under_policy(node, self.request.opaque)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, request: ConvertRequest) -> _Target:
@@ -224,14 +189,12 @@ class _Target:
                 fix="say which one loads them: --rank-framework verl, skyrl or accelerate",
             )
         version = _version(options.fsdp_version, framework, saved, optimizer=checkpoint.optimizer is not None)
-        mesh = None if saved is None else saved.mesh
-        require_rows(mesh, () if saved is None else saved.other_cuts)
-        device = device_of(options.device_type, mesh)
-        shape = mesh_shape(request.options.deepspeed.dp or 1, options.fsdp_size, mesh)
+        run = None if saved is None else saved.run
+        device, shape = device_and_shape(request, run)
         if version == 1:
             _require_one_copy(shape)
         names = _names(framework, saved, len(shape))
-        return cls(checkpoint, request, saved, framework, device, shape, names, version)
+        return cls(checkpoint, request, run, device, shape, names, saved, framework, version)
 
 
 def _version(said: int | None, framework: RankFramework, saved: SavedRanks | None, *, optimizer: bool) -> int:
@@ -283,8 +246,9 @@ def _require_one_copy(shape: Shape) -> None:
 
 def _names(framework: RankFramework, saved: SavedRanks | None, axes: int) -> tuple[str, ...] | None:
     """The names of the mesh's axes: the source's if its framework and the number of axes are the same."""
-    if saved is not None and saved.mesh is not None and saved.framework is framework and len(saved.mesh.shape) == axes:
-        return saved.mesh.names
+    mesh = None if saved is None or saved.framework is not framework else saved.run.mesh
+    if mesh is not None and len(mesh.shape) == axes:
+        return mesh.names
     return _AXES[axes] if framework in _NUMBERING else None
 
 
@@ -307,15 +271,11 @@ def _keys_of(target: _Target) -> _Keys:
     """
     checkpoint = target.checkpoint
     groups = range(len(checkpoint.optimizer.groups if checkpoint.optimizer is not None else ()))
-    if not target.numbers:
+    if not target.has_numbers:
         keys = {p.fqn: p.fqn for p in checkpoint.trained}
         return _Keys(keys, [[p.fqn for p in checkpoint.members(g)] for g in groups])
-    saved = target.saved
-    if saved is not None and saved.numbers:
-        places = ((p.fqn, p.weight) for p in checkpoint.parameters)
-        own = {name: saved.numbers[w] for name, w in places if w is not None and w in saved.numbers}
-        if own.keys() >= {p.fqn for p in checkpoint.trained}:
-            return _Keys(own, saved.lists)
+    if target.run is not None and target.numbers:
+        return _Keys(target.numbers, target.run.lists)
     if len(groups) > 1:
         raise RequestError(
             "request.unsatisfiable",
@@ -470,13 +430,14 @@ class _Flat:
         A module's parameters are of the innermost module around them that is wrapped.
         """
         checkpoint = self._target.checkpoint
-        names = list(mapping_items(saved.versions, what=VERSIONS)) if is_mapping(saved.versions) else []
+        versions = saved.run.versions
+        names = list(mapping_items(versions, what=VERSIONS)) if is_mapping(versions) else []
         split = (str(name).split(".") for name in names)
         wrapped = {plain_name(".".join(parts)) for parts in split if parts[-1] == _WRAPPER}
         by_name = {p.fqn: p for p in checkpoint.parameters}
         found: dict[str, list[Parameter]] = {}
         for name in dict.fromkeys(checkpoint.shared.get(n, n) for n in checkpoint.module_names):
-            if name not in by_name or by_name[name].weight in saved.plain:
+            if name not in by_name or by_name[name].weight in saved.run.plain:
                 continue
             parts = plain_name(name).split(".")
             around = (".".join(parts[:length]) for length in reversed(range(len(parts))))
@@ -529,16 +490,8 @@ class _Files:
             RequestError: `request.unsatisfiable`.
         """
         self._target, self._checkpoint = target, target.checkpoint
+        target.refuse_unwritable()
         optimizer = target.checkpoint.optimizer
-        if optimizer is not None and optimizer.unread:
-            raise RequestError(
-                "request.unsatisfiable",
-                f"the optimizer keeps {listed([*optimizer.unread])}, which only the source's own format holds",
-                fix=_WEIGHTS,
-            )
-        if optimizer is not None and target.checkpoint.trained and not optimizer.groups:
-            text = "the source keeps no hyper-parameters of its param groups"
-            raise RequestError("request.unsatisfiable", text, fix=_WEIGHTS)
         self._flat: _Flat | None = None
         if target.fsdp == 1 and target.saved is not None and optimizer is not None:
             self._flat = _Flat(target, target.saved)
@@ -559,7 +512,7 @@ class _Files:
             if self._extra is not None:
                 yield self._file("extra_state", number, self._extra_state(number, self._extra))
             yield self._file("model", number, self._model(rank))
-        if target.numbers:
+        if target.has_numbers:
             said = {VERSION: target.fsdp} if target.framework is RankFramework.VERL else {STRATEGY: target.strategy}
             text = json.dumps({**said, "world_size": target.world}, indent=4)
             yield TargetFile(CONFIG, literal_template(text.encode()), ())
@@ -569,7 +522,7 @@ class _Files:
     def _file(self, item: str, rank: int, node: Node) -> TargetFile:
         target = self._target
         name = f"{item}_world_size_{target.world}_rank_{rank}.pt"
-        if not target.numbers:
+        if not target.has_numbers:
             head = "pytorch_model_fsdp" if item == "model" else "optimizer"
             number = target.saved.number if target.saved is not None else 0
             name = f"{head}_{number}_rank{rank}.bin"
@@ -580,7 +533,7 @@ class _Files:
 
     def _model(self, rank: TensorsOfRank) -> Node:
         found = model_entries(self._checkpoint, rank, self._target.carried)
-        if not self._target.numbers:
+        if not self._target.has_numbers:
             return mapping_of({**found})
         node = ordered_dict(found)
         if (versions := self._target.versions) is not None:
@@ -593,7 +546,7 @@ class _Files:
         else:
             held = self._flat.states(number, keys.keys)
         states = {k: mapping_of(s) for k, s in held.items() if s}
-        if self._target.numbers:
+        if self._target.has_numbers:
             states = dict(sorted(states.items(), key=lambda item: int(item[0])))
         groups = self._checkpoint.optimizer.groups if self._checkpoint.optimizer is not None else ()
         made: list[Node] = []
@@ -620,9 +573,9 @@ def _warnings(target: _Target) -> Iterator[str]:
     if not target.own:
         yield _FOR_FSDP2
     if checkpoint.optimizer is None:
-        yield _NO_OPTIMIZER
+        yield NO_OPTIMIZER
     if len(target.shape) == 2 and target.groups.first is None:
-        yield _NO_GROUPS
+        yield NO_GROUPS
     if checkpoint.padding_rows:
         yield padding_left_out(checkpoint)
     if states and len(states) != target.world:
@@ -633,7 +586,7 @@ def _warnings(target: _Target) -> Iterator[str]:
 
 
 def _left_out(target: _Target) -> Iterator[NotCarried]:
-    """What the source holds and these files do not."""
+    """Yield what the source holds and these files do not."""
     checkpoint, kept = target.checkpoint, set[str]()
     if target.scheduler is not None:
         kept.add("schedulers")
@@ -644,6 +597,4 @@ def _left_out(target: _Target) -> Iterator[NotCarried]:
     for key in map(str, checkpoint.facts.run_state(checkpoint)):
         if key not in kept:
             yield from named([key], AS_ASKED if dropped and key == RANK_STATES else _NO_PLACE)
-    optimizer = checkpoint.optimizer
-    numbers = () if optimizer is None else optimizer.rank_numbers
-    yield from named((f"optimizer.{name}" for name in numbers), _OF_PARTITIONS)
+    yield from target.numbers_left_out()

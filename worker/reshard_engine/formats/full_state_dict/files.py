@@ -213,7 +213,7 @@ def single_names(listing: Listing) -> list[str]:
 
 
 def open_single(location: Location, listing: Listing, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
-    """What the only such file of a listing holds, and torchtune's state beside it; all other files are named.
+    """Read the only such file of a listing, and torchtune's state beside it; all other files are named.
 
     Raises:
         SourceError: As `_open_single`.
@@ -231,7 +231,7 @@ def open_single(location: Location, listing: Listing, ledger: OpaqueLedger, choi
 
 
 def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
-    """What one file of `torch.save` holds.
+    """Read one file of `torch.save`.
 
     Raises:
         SourceError: `source.unknown_kind` for a file without a model, `checkpoint.ambiguous` for a model under another
@@ -320,7 +320,7 @@ def _usual(stem: str, suffix: str) -> tuple[str, str]:
 
 
 def open_pair(location: Location, listing: Listing, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
-    """What the full files of one model and of the optimizer with its number hold, and those beside them.
+    """Read the full files of one model, of the optimizer with its number, and those beside them.
 
     Raises:
         SourceError: `checkpoint.ambiguous` for several models; as `read_companions`.
@@ -351,7 +351,7 @@ def open_pair(location: Location, listing: Listing, ledger: OpaqueLedger, choice
 def open_weights_with_optimizer(
     location: Location, listing: Listing, ledger: OpaqueLedger, choices: SourceChoices
 ) -> Opened:
-    """What weights of `save_pretrained`, the optimizer beside them and a trainer's other files hold.
+    """Read weights of `save_pretrained`, the optimizer beside them and a trainer's other files.
 
     Raises:
         SourceError: As `open_weights` and `read_companions`.

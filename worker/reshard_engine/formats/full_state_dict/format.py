@@ -44,7 +44,13 @@ from reshard_engine.formats.full_state_dict.optimizer import (
     read_optimizer,
     unread_optimizer,
 )
-from reshard_engine.formats.model_weights import checked_name, compiled_names, plain_names, said_buffers
+from reshard_engine.formats.model_weights import (
+    checked_name,
+    compiled_names,
+    plain_names,
+    said_buffers,
+    which_are_buffers,
+)
 from reshard_engine.formats.numbered import is_optimizer, own_scheduler
 from reshard_engine.formats.trainer_files import TrainerFacts, full_pair
 from reshard_engine.pickles.nodes import Node, mapping_items, mapping_of
@@ -313,7 +319,7 @@ class _Assembly:
                 found.parameters.append(Parameter(plain[name], held.shape, None, number))
         # Where the order of parameters is open, it is asked for first: it tells which are trained.
         if found.unproven and members:
-            found.undecided = (_which_are_buffers(found.unproven),)
+            found.undecided = (which_are_buffers(found.unproven),)
         return found
 
     def _trained(self, name: str, group: int) -> Parameter:
@@ -348,12 +354,4 @@ def _of_other_names(optimizer: InFile, shapes: Mapping[str, Sequence[int]]) -> s
     return (
         f"{optimizer.what} is of parameters under other names ({listed(strangers)}) than the weights beside it; "
         "torchtune turns rows of query and key between the two"
-    )
-
-
-def _which_are_buffers(names: Sequence[str]) -> Undecided:
-    return Undecided(
-        Question.BUFFERS,
-        f"nothing tells which of {listed(list(map(printable, names)))} are buffers, and which are frozen parameters",
-        "--buffers none if all are parameters; else --buffers NAME,… with the names of the buffers",
     )

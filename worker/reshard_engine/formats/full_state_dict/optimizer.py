@@ -49,7 +49,7 @@ _OTHER_SAVE = "the files are of different saves: copy those of one save"
 
 @dataclass(frozen=True, slots=True)
 class ModelOrder:
-    """What the optimizer's numbers may count."""
+    """The ways in which the optimizer's numbers may count."""
 
     shapes: Mapping[str, Shape]
     """The tensors that may be parameters, in the order of the model's file, by name."""

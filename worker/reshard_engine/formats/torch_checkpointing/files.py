@@ -25,6 +25,7 @@ from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.containers.torch_file import walk
 from reshard_engine.formats.dtensors import Mesh, MeshForm, Placement, Shape, unraveled
+from reshard_engine.formats.rank_states import SavedRun
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -75,11 +76,11 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How one tensor lies on the ranks of one mesh."""
+    """The shape, the mesh and the placements of one tensor on the ranks of one mesh."""
 
     dtype: Dtype
     shape: Shape
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     mesh_shape: Shape
     places: Mapping[int, int]
     """The ranks of the mesh, each with its place in row-major order: the ranks whose files hold a part."""
@@ -100,14 +101,14 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """How one tensor lies on all ranks: one mesh of all, or one for each set of ranks that shares a part."""
+    """The meshes of one tensor: one of all ranks, or one for each set of ranks that shares a part."""
 
     each: tuple[Spec, ...]
     by_rank: Mapping[int, int]
     """For each rank the index of its mesh."""
 
     def of(self, rank: int) -> Spec | None:
-        """How the tensor lies on the mesh of this rank; None if nothing says it."""
+        """Return the tensor's placement on the mesh of this rank; None if nothing says it."""
         at = self.by_rank.get(rank)
         return None if at is None else self.each[at]
 
@@ -123,14 +124,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class ItemMetadata:
-    """What `metadata.pkl` says of one item."""
+    """The description of one item in `metadata.pkl`."""
 
     specs: Mapping[Path, Specs]
     layouts: Mapping[int, Layout | None]
     """The file of each rank; None for that which an item without a layout has."""
 
     def spec(self, path: Path, rank: int) -> Spec | None:
-        """How the tensor at this path lies on the mesh of this rank; None if nothing says it."""
+        """Return the placement of the tensor at this path on the mesh of this rank; None if nothing says it."""
         found = self.specs.get(path)
         return None if found is None else found.of(rank)
 
@@ -507,18 +508,9 @@ def path_text(path: Sequence[str | int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedItems:
-    """How a run saved its items, for a target of the same kind. Parameters are named by their weights' numbers."""
+    """How a run saved its items, for a target of the same kind."""
 
-    mesh: Mesh | None
-    """The first rank's mesh; None for a run whose tensors are on none."""
-    plain: frozenset[int]
-    """Tensors that no mesh shards."""
-    other_cuts: tuple[str, ...]
-    """Names of tensors that are cut in another way than FSDP cuts rows: over one axis of the mesh, the last one."""
-    numbers: Mapping[int, int]
-    """The optimizer's number of each parameter; empty where names are its keys."""
-    lists: tuple[tuple[int, ...], ...]
-    """The numbers in each param group."""
+    run: SavedRun
     model: str
     optimizer: str
     """The keys of these items."""
@@ -529,8 +521,6 @@ class SavedItems:
     layouts: Mapping[str, tuple[str, str | None]] = field(default_factory=dict[str, tuple[str, str | None]])
     """For items in another layout than the default: the form of the files, and the path with `{rank}` if all ranks'
     paths show where the rank stands in it."""
-    versions: Node = None
-    """The versions of the model's modules, which `state_dict` keeps beside the tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

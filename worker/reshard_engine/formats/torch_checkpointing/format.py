@@ -178,7 +178,7 @@ def _is_scheduler(node: Node, what: str) -> bool:
 
 @dataclass(slots=True)
 class _State:
-    """What is neither the model nor the optimizer."""
+    """The items that are neither the model nor the optimizer."""
 
     schedulers: dict[str, Node] = field(default_factory=dict[str, Node])
     client_state: dict[str | int, Node] = field(default_factory=dict[str | int, Node])
@@ -289,7 +289,7 @@ class _Assembly:
         return [one for _, one in found]
 
     def _of_model(self, item: Item) -> list[RankModel]:
-        """What each rank's file holds of the model, which the metadata must not contradict."""
+        """Read the model in each rank's file, which the metadata must not contradict."""
         if item.kind == JSON:
             raise SourceError("source.unsupported", f"the files of {printable(item.key)} are JSON, and hold no tensors")
         if item.kind == SAFETENSORS:
@@ -412,15 +412,8 @@ class _Assembly:
         )
 
     def _saved(self, schedulers: Sequence[str]) -> SavedItems:
-        held, weights = {name: ranks[0] for name, ranks in self._model.held.items()}, self._state.weights
-        numbers = {} if self._optimizer is None else self._optimizer.numbers
-        cut = {n: [d for d in h.dims if d is not None] for n, h in held.items() if h.mesh is not None}
         return SavedItems(
-            mesh=next((h.mesh for h in held.values() if h.mesh is not None), None),
-            plain=frozenset(w for name, w in weights.items() if held[name].plain and self._model.any_sharded),
-            other_cuts=tuple(n for n, dims in cut.items() if dims != [0] or held[n].dims[-1] is None),
-            numbers={weights[n]: i for n, i in numbers.items() if n in weights},
-            lists=() if self._optimizer is None else self._optimizer.lists,
+            run=self._state.saved(),
             model=self._model_item.key,
             optimizer=OPTIMIZER if self._optimizer_item is None else self._optimizer_item.key,
             schedulers=tuple(schedulers),
@@ -430,7 +423,6 @@ class _Assembly:
                 for key, item in self._found.items.items()
                 if (item.kind, item.pattern) != (TORCH, f"{key}_{{rank}}.pt")
             },
-            versions=self._model.versions,
         )
 
     def _other_items(self) -> _State:

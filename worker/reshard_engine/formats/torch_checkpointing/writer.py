@@ -23,22 +23,22 @@ from functools import cached_property
 from reshard.choices import OpaquePolicy, RngPolicy
 from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
-from reshard.options import FsdpRanksOptions
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
-from reshard_engine.formats.dtensors import (
-    ProcessGroups,
-    Shape,
-    TargetMesh,
-    TensorsOfRank,
-    device_of,
-    mesh_shape,
-    require_rows,
-)
+from reshard_engine.formats.dtensors import Shape, TensorsOfRank
 from reshard_engine.formats.rank_optimizer import PARAMS
-from reshard_engine.formats.rank_states import VERSIONS, model_entries, state_entries
-from reshard_engine.formats.torch_archive import tree_template, under_policy
+from reshard_engine.formats.rank_states import (
+    NO_GROUPS,
+    NO_OPTIMIZER,
+    VERSIONS,
+    TargetRanks,
+    device_and_shape,
+    model_entries,
+    state_entries,
+    steps_rates,
+)
+from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.formats.torch_checkpointing.files import (
     CURRENT,
     DTENSOR,
@@ -76,25 +76,16 @@ from reshard_engine.tensors.shard_map import ShardMap, packed_stride
 
 _SCHEDULER = "lr_scheduler"
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")
-"""What an item may be called. Source: `types.py` (`CheckpointPath`)."""
-_OF_SCHEDULER = frozenset({"last_epoch", "base_lrs"})
-"""Keys of the state dict of a scheduler of torch that sets learning rates step by step."""
+"""A name that an item may have. Source: `types.py` (`CheckpointPath`)."""
 _RANDOM = re.compile(r"(?:.*_)?(?:rng|random)(?:_.*)?")
 _PROTOCOL = 4
 _NO_PLACE = "items of torch_checkpointing have no place for it"
 _OF_RANKS = "each rank saved another value of it, and nothing says what other ranks would hold"
-_OF_PARTITIONS = "one number for each rank's partition, and these files hold whole parameters' shards"
-_WEIGHTS = "write the weights alone: --to safetensors"
 _NO_NAMES = (
     "the mesh's axes have no names, as fully_shard makes one; for a run whose axes have names torch_checkpointing "
     "reshards, and reads tensors alone: there load the optimizer as an item without a resharder, for lr, weight_decay "
     "and betas"
 )
-_NO_GROUPS = (
-    "nothing says the names of the process groups of a mesh of replicas: loaded optimizer states cannot be gathered "
-    "(DTensor.full_tensor)"
-)
-_NO_OPTIMIZER = "the source holds no optimizer: the run must begin its optimizer anew"
 _OTHER_PATHS = "the source's files of this item are at paths that do not show where the rank stands in them"
 _SUFFIXES = {TORCH: ".pt", JSON: ".json", SAFETENSORS: ".safetensors"}
 
@@ -124,44 +115,22 @@ class TorchCheckpointingWriter:
 
 
 @dataclass(frozen=True)
-class _Target:
-    """The ranks that load the files."""
+class _Target(TargetRanks):
+    """The ranks that load the files, and the items that they look for."""
 
-    checkpoint: Checkpoint
-    request: ConvertRequest
     saved: SavedItems | None
     """How the source's run saved it, if it saved such items."""
-    device: str
-    shape: Shape
-    """The shape of the mesh: all ranks, or replicas and the ranks of one copy."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, request: ConvertRequest) -> _Target:
-        options = request.options.of(FsdpRanksOptions)
+        """Find the mesh. Its axes have the source's names if there are as many."""
         facts = checkpoint.facts
         saved = facts.saved if isinstance(facts, ItemFacts) else None
-        mesh = None if saved is None else saved.mesh
-        require_rows(mesh, () if saved is None else saved.other_cuts)
-        device = device_of(options.device_type, mesh)
-        shape = mesh_shape(request.options.deepspeed.dp or 1, options.fsdp_size, mesh)
-        return cls(checkpoint, request, saved, device, shape)
-
-    @cached_property
-    def mesh(self) -> TargetMesh:
-        """The mesh of the ranks that load the files; its axes have the source's names if there are as many."""
-        mesh = None if self.saved is None else self.saved.mesh
-        names = mesh.names if mesh is not None and len(mesh.shape) == len(self.shape) else None
-        return TargetMesh(self.shape, names, self.device, self.groups.names)
-
-    @cached_property
-    def groups(self) -> ProcessGroups:
-        """The names of their process groups."""
-        return ProcessGroups(self.shape, None if self.saved is None else self.saved.mesh)
-
-    @property
-    def plain(self) -> frozenset[int]:
-        """Weights that the run keeps whole, by number."""
-        return frozenset[int]() if self.saved is None else self.saved.plain
+        run = None if saved is None else saved.run
+        device, shape = device_and_shape(request, run)
+        mesh = None if run is None else run.mesh
+        names = mesh.names if mesh is not None and len(mesh.shape) == len(shape) else None
+        return cls(checkpoint, request, run, device, shape, names, saved)
 
     @property
     def model(self) -> str:
@@ -173,10 +142,6 @@ class _Target:
         """The key of the optimizer's item."""
         return OPTIMIZER if self.saved is None else self.saved.optimizer
 
-    def carried(self, node: Node) -> Node:
-        """A tree of the source under the request's policy for objects of unknown classes."""
-        return under_policy(node, self.request.opaque)
-
     @cached_property
     def schedulers(self) -> Mapping[str, Node]:
         """The schedulers by item: all of the source's own kind; of others the optimizer's, if it is torch's."""
@@ -184,8 +149,7 @@ class _Target:
         if self.saved is not None:
             return dict(zip(self.saved.schedulers, found, strict=True))
         own = self.checkpoint.scheduler
-        keys = mapping_items(own, what="a scheduler").keys() if own is not None and is_mapping(own) else ()
-        return {_SCHEDULER: own} if {*map(str, keys)} >= _OF_SCHEDULER else {}
+        return {_SCHEDULER: own} if steps_rates(own) else {}
 
     def kind(self, key: str) -> str:
         """The form of an item's files: the source's, else that of torch."""
@@ -197,7 +161,7 @@ class _Target:
         return own or f"{key}_{{rank}}{_SUFFIXES[self.kind(key)]}"
 
     def layouts(self, key: str) -> dict[int, dict[str, object] | None]:
-        """What the metadata say of each rank's file of an item; None for the framework's own path and form."""
+        """Describe each rank's file of an item for the metadata; None for the framework's own path and form."""
         pattern, form = self.pattern(key), {"type": self.kind(key)}
         usual = pattern == f"{key}_{{rank}}.pt"
         return {
@@ -237,26 +201,8 @@ class _Files:
             RequestError: `request.unsatisfiable`.
         """
         self._target, self._checkpoint = target, target.checkpoint
-        self._optimizer = optimizer = target.checkpoint.optimizer
-        if optimizer is not None and optimizer.unread:
-            raise RequestError(
-                "request.unsatisfiable",
-                f"the optimizer keeps {listed([*optimizer.unread])}, which only the source's own format holds",
-                fix=_WEIGHTS,
-            )
-        if optimizer is not None and target.checkpoint.trained and not optimizer.groups:
-            text = "the source keeps no hyper-parameters of its param groups"
-            raise RequestError("request.unsatisfiable", text, fix=_WEIGHTS)
-        self._numbers = self._own_numbers()
-
-    def _own_numbers(self) -> Mapping[str, int]:
-        """The optimizer's number of each parameter, for a run of the same kind that has numbers; else none."""
-        saved, checkpoint = self._target.saved, self._checkpoint
-        if saved is None or not saved.numbers:
-            return {}
-        places = ((p.fqn, p.weight) for p in checkpoint.parameters)
-        found = {name: saved.numbers[w] for name, w in places if w is not None and w in saved.numbers}
-        return found if found.keys() >= {p.fqn for p in checkpoint.trained} else {}
+        self._optimizer = target.checkpoint.optimizer
+        target.refuse_unwritable()
 
     def of_all_ranks(self) -> Iterator[TargetFile]:
         """All files. The models' and the metadata are commit files: without them no rank's loader goes on."""
@@ -319,21 +265,21 @@ class _Files:
     def _model(self, rank: TensorsOfRank) -> Node:
         found = model_entries(self._checkpoint, rank, self._target.carried)
         node = ordered_dict(found)
-        if self._target.saved is not None and self._target.saved.versions is not None:
-            node.state, node.has_state = mapping_of({VERSIONS: self._target.saved.versions}), True
+        if self._target.run is not None and self._target.run.versions is not None:
+            node.state, node.has_state = mapping_of({VERSIONS: self._target.run.versions}), True
         return node
 
     def _states_and_groups(self, rank: TensorsOfRank) -> Node:
         """The optimizer by names, as `optimizer_transform_pre` makes it; by numbers for a run that has these."""
-        checkpoint, saved, numbers = self._checkpoint, self._target.saved, self._numbers
+        checkpoint, run, numbers = self._checkpoint, self._target.run, self._target.numbers
         groups = () if self._optimizer is None else self._optimizer.groups
         held = {numbers.get(p.fqn, p.fqn): state_entries(p, rank) for p in checkpoint.trained}
         states = {k: mapping_of(s) for k, s in held.items() if s}
         made: list[Node] = []
         for number, group in enumerate(groups):
             values = {key: self._target.carried(value) for key, value in group.hyper_parameters.items()}
-            if numbers and saved is not None:
-                made.append(mapping_of({**values, PARAMS: PList([*saved.lists[number]])}))
+            if numbers and run is not None:
+                made.append(mapping_of({**values, PARAMS: PList([*run.lists[number]])}))
             else:
                 values.pop(NAMES, None)
                 names = PList([p.fqn for p in checkpoint.members(number)])
@@ -396,11 +342,11 @@ def _leaves(
 def _warnings(target: _Target) -> Iterator[str]:
     checkpoint, world = target.checkpoint, target.mesh.world
     if checkpoint.optimizer is None:
-        yield _NO_OPTIMIZER
-    if target.mesh.names is None and (target.saved is None or target.saved.mesh is None):
+        yield NO_OPTIMIZER
+    if target.names is None and (target.run is None or target.run.mesh is None):
         yield _NO_NAMES
     if len(target.shape) == 2 and target.groups.first is None:
-        yield _NO_GROUPS
+        yield NO_GROUPS
     for key, (_, pattern) in target.saved.layouts.items() if target.saved is not None else ():
         if pattern is None:
             yield f"{printable(key)}: {_OTHER_PATHS}; it is written as {printable(target.pattern(key))}"
@@ -412,7 +358,7 @@ def _warnings(target: _Target) -> Iterator[str]:
 
 
 def _left_out(target: _Target) -> Iterator[NotCarried]:
-    """What the source holds and these files do not."""
+    """Yield what the source holds and these files do not."""
     checkpoint, facts = target.checkpoint, target.checkpoint.facts
     kept = {*target.others, *target.of_ranks, *(["schedulers"] if target.schedulers else [])}
     of_ranks: Mapping[str, Sequence[Node]] = facts.rank_items if isinstance(facts, ItemFacts) else {}
@@ -420,6 +366,4 @@ def _left_out(target: _Target) -> Iterator[NotCarried]:
         if key not in kept:
             dropped = not target.keeps_random and _RANDOM.fullmatch(key) is not None
             yield from named([key], AS_ASKED if dropped else _OF_RANKS if key in of_ranks else _NO_PLACE)
-    optimizer = checkpoint.optimizer
-    numbers = () if optimizer is None else optimizer.rank_numbers
-    yield from named((f"optimizer.{name}" for name in numbers), _OF_PARTITIONS)
+    yield from target.numbers_left_out()

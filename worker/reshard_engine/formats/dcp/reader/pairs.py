@@ -19,7 +19,6 @@ Source: torch 2.13.0 `distributed/checkpoint/state_dict.py` (`_get_model_state_d
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -37,7 +36,7 @@ from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel, NodeOf, Op
 from reshard_engine.formats.dcp.reader.roles import LEAST_DIMS, ModelEntries, Pair, is_trainable, may_be_quantized
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.dcp.reader.tensors import ChunkTensors
-from reshard_engine.formats.model_weights import checked_name, checked_state
+from reshard_engine.formats.model_weights import checked_name, checked_state, which_are_buffers
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
@@ -315,7 +314,7 @@ class _PairReader:
         if assumed:
             self._found.assumed = (*self._found.assumed, _likely_buffers(assumed))
         if unknown:
-            self._found.undecided = (*self._found.undecided, _which_are_buffers(unknown, assumed))
+            self._found.undecided = (*self._found.undecided, which_are_buffers((*unknown, *assumed), assumed))
 
     def _extra_states(self) -> dict[str, Node]:
         states = self._model.extra_states
@@ -385,15 +384,6 @@ def _likely_buffers(names: Sequence[str]) -> Undecided:
         f"{listed(names)} are taken for buffers because of their names or types, or because they are whole where "
         "parameters are cut",
         "--buffers none if they are frozen parameters",
-    )
-
-
-def _which_are_buffers(unknown: Sequence[str], assumed: Sequence[str]) -> Undecided:
-    names = ",".join(assumed) or "NAME,…"
-    return Undecided(
-        Question.BUFFERS,
-        f"nothing tells which of {listed((*unknown, *assumed))} are buffers, and which are frozen parameters",
-        f"--buffers none if all are parameters; else --buffers {shlex.quote(names)} with the names of the buffers",
     )
 
 
