@@ -5,6 +5,7 @@ The state dicts are small ones of the kinds that trainers write; torch's own pla
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,38 @@ def test_a_scheduler_that_nobody_chose_sets_no_initial_rates(tmp_path: Path) -> 
     assert (result.warnings, result.not_carried) == ((), ())
     state = loaded(target)
     assert not any("initial_lr" in state[key]["param_groups"][0] for key in optimizers)
+
+
+def _slower(step: int, *, by: int) -> float:
+    return 1 / (1 + step // by)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.lr_scheduler.LambdaLR, torch.optim.lr_scheduler.MultiplicativeLR])
+def test_a_schedule_of_partials_loads_what_torch_left_of_it(kind: Any, tmp_path: Path) -> None:
+    """Those of transformers are `functools.partial`s without attributes: torch saves no `lr_lambdas` of them."""
+    weights = model()
+    adam = torch.optim.AdamW([torch.nn.Parameter(w) for w in weights.values()], lr=0.1)
+    schedule = kind(adam, partial(_slower, by=2))
+    for _ in range(3):
+        adam.step()
+        schedule.step()
+    state = {"model": weights, "optimizer": optimizer(weights), "lr_scheduler": schedule.state_dict()}
+    source = saved(tmp_path, state)
+    assert "lr_lambdas" not in loaded(source)["lr_scheduler"]
+    ranks: State = {"to": "fsdp_ranks", "dp": 2, "rank_framework": "verl", "device_type": "cpu", "buffers": "none"}
+    files = {
+        "mp_rank_00_model_states.pt": (ZERO2, "lr_scheduler"),
+        "scheduler.bin": ({**DCP, "framework": "accelerate"}, None),
+        "extra_state_world_size_2_rank_1.pt": (ranks, "lr_scheduler"),
+    }
+    for name, (to, key) in files.items():
+        target, _ = converted(source, to)
+        found = torch.load(target / name, weights_only=False)
+        fresh = kind(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1), partial(_slower, by=2))
+        fresh.load_state_dict(found if key is None else found[key])
+        assert fresh.state_dict() == schedule.state_dict()
+    same, _ = converted(source, DCP)
+    assert loaded(same)["lr_scheduler"] == loaded(source)["lr_scheduler"]  # a run loads it into its own state
 
 
 def test_the_only_scheduler_with_other_rates_is_taken_with_a_word(tmp_path: Path) -> None:

@@ -182,6 +182,36 @@ def _base_rates(checkpoint: Checkpoint, count: int) -> Sequence[Node]:
 # State dicts of torch's learning-rate schedulers.
 
 _LAMBDAS = "lr_lambdas"
+_OF_ALL = frozenset(
+    {"base_lrs", "last_epoch", "verbose", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"}
+)
+"""The attributes of torch's base class. LambdaLR and MultiplicativeLR alone have no others but `lr_lambdas`.
+
+Source: torch 1.12 to 2.14 `optim/lr_scheduler.py`.
+"""
+
+
+def loadable_scheduler(node: Node) -> Node:
+    """The state dict of a scheduler with the `lr_lambdas` that torch dropped when it flattened it.
+
+    A mapping without attributes, such as that of the `functools.partial` in each schedule of transformers, is no leaf
+    of a state dict, and so a distributed checkpoint holds nothing of the list. LambdaLR refuses a state without a list;
+    with an empty one it keeps the functions of the run, which is right for functions that had no attributes.
+
+    Source: torch 2.13.0 `distributed/checkpoint/_traverse.py`; `optim/lr_scheduler.py` (`LambdaLR.load_state_dict`),
+    verified by running.
+    """
+    items = mapping_items(node, what="a scheduler")
+    return mapping_of({**items, _LAMBDAS: PList([])}) if {"base_lrs", "last_epoch"} <= items.keys() <= _OF_ALL else node
+
+
+def flattened_scheduler(node: Node) -> Node:
+    """The state dict of a scheduler as torch flattens it: without the list that `loadable_scheduler` adds."""
+    items = mapping_items(node, what="a scheduler")
+    lambdas = items.get(_LAMBDAS)
+    if not isinstance(lambdas, PList) or lambdas.items:
+        return node
+    return mapping_of({key: value for key, value in items.items() if key != _LAMBDAS})
 
 
 def plain_scheduler(node: Node) -> Node:

@@ -20,6 +20,7 @@ from reshard_engine.formats.dcp.facts import (
     nested,
 )
 from reshard_engine.formats.dcp.metadata.model import KeyPath
+from reshard_engine.formats.dcp.optimizers import loadable_scheduler
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel
 from reshard_engine.formats.dcp.reader.pairs import KNOWN_BUFFERS, NamedBuffers, Reading, ReadPair, Tensors, read_pair
 from reshard_engine.formats.dcp.reader.roles import Pair, choose, key_of, no_such_place, sort_roles
@@ -419,7 +420,7 @@ def _schedulers(entries: Mapping[str | int, Node], place: KeyPath) -> Iterator[t
     """The state dicts of schedulers among these entries and in dicts within them, by their whole paths."""
     for key, node in entries.items():
         if is_scheduler(node):
-            yield (*place, key), node
+            yield (*place, key), loadable_scheduler(node)
         elif is_mapping(node):
             yield from _schedulers(mapping_items(node, what=key_of(place)), (*place, key))
 

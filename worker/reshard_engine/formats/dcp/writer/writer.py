@@ -20,7 +20,7 @@ from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats import carried
 from reshard_engine.formats.dcp.facts import DcpFacts, facts_of
-from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, plain_scheduler
+from reshard_engine.formats.dcp.optimizers import STEP, flattened_scheduler, groups_to_write, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import (
     OF_ONE_FILE,
     TARGET_KEYS,
@@ -578,7 +578,7 @@ def _beside(target: _Target) -> Iterator[tuple[KeyPath, Node]]:
     paths = facts.scheduler_paths if facts is not None and target.own else ()
     for number, node in _schedulers(target).items():
         default = (*target.home, "lr_scheduler" if not number else f"lr_scheduler_{number}")
-        yield paths[number] if number < len(paths) else default, node
+        yield paths[number] if number < len(paths) else default, flattened_scheduler(node)
     state = {**trainer_facts(checkpoint).other_models, **checkpoint.client_state}
     counted = checkpoint.counters.steps is not None or checkpoint.counters.tokens is not None
     if target.framework is Framework.TORCHTITAN and (counted or not target.own) and "train_state" not in state:
