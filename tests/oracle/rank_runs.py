@@ -145,20 +145,30 @@ def go_on(run: RankRun, out: str, load: str | None, save: str) -> dict[str, Any]
 
 def _step(run: RankRun, number: int) -> float:
     """Train on this rank's part of a step's samples; the loss is the mean of all ranks'."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    own = range(rank * _SAMPLES // world, (rank + 1) * _SAMPLES // world)
-    seeds = (torch.Generator().manual_seed(3000 + number * _SAMPLES + k) for k in own)
-    tokens = torch.stack([torch.randint(0, _VOCABULARY, (10,), generator=seed) for seed in seeds])
-    logits = run.model(input_ids=tokens).logits.float()
-    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss = loss_of(run.model, number)
     loss.backward()
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.scheduler.step()
     _ = torch.rand(1), np.random.random(), random.random()  # noqa: NPY002 - other random states at each step
+    return mean_of(loss)
+
+
+def loss_of(model: Any, number: int) -> torch.Tensor:
+    """The loss of this rank's part of a step's samples."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = range(rank * _SAMPLES // world, (rank + 1) * _SAMPLES // world)
+    seeds = (torch.Generator().manual_seed(3000 + number * _SAMPLES + k) for k in own)
+    tokens = torch.stack([torch.randint(0, _VOCABULARY, (10,), generator=seed) for seed in seeds])
+    logits = model(input_ids=tokens).logits.float()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def mean_of(loss: torch.Tensor) -> float:
+    """The mean of all ranks' losses."""
     mean = loss.detach().to(torch.float64)
     dist.all_reduce(mean)
-    return float(mean) / world
+    return float(mean) / dist.get_world_size()
 
 
 def _random_digest() -> str:

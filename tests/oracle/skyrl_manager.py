@@ -1,14 +1,14 @@
 """SkyRL's own strategy of FSDP around a small model, on CPUs; runs inside the ranks.
 
-The strategy, which wraps, saves and loads, is SkyRL's, with its optimizer, its scheduler and its clipping. In place of
-others:
+The strategy, which wraps, saves and loads, is SkyRL's, and so are the optimizer, the scheduler and the wrapper around
+the model. In place of others:
 
 - the functions of `torch.cuda` that the strategy calls, and "cuda" of its mesh and of the buffers that it sends from
   the first rank: those of a CPU. SkyRL 0.3.0 has no other device;
 - `loguru`, `jaxtyping`, `omegaconf`, `flash_attn`, and the environments of `skyrl_gym` in SkyRL's configuration: names
   that modules import, and that no call of the strategy uses;
-- `__init__` of packages around the strategy: not run, for they import Ray;
-- no trainer: the directory of the step and the data are the caller's.
+- `__init__` of packages around the strategy: not run, for some import Ray;
+- no trainer: the directory of the step, gradient clipping and the data are the caller's.
 """
 
 from __future__ import annotations
