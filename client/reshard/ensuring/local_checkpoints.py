@@ -4,7 +4,7 @@ Source: transformers 5.23.0 `trainer.py` (`_save_checkpoint`, `_load_rng_state`)
 sentinel), accelerate 1.15.0 `checkpointing.py` (`load_accelerator_state`), `accelerator.py` (`load_state`: one tag
 `pytorch_model`, `pytorch_model_1`, ... per model), deepspeed 0.19.8 `runtime/engine.py` (`latest`); verl 0.9.1
 `trainer/ppo/ray_trainer.py` and `utils/checkpoint/checkpoint_manager.py` (a run's steps and its tracker), SkyRL
-`skyrl_train/trainer.py` (the same under another tracker's name).
+0.3.0 `train/trainer.py` (the same under another tracker's name).
 """
 
 from __future__ import annotations
