@@ -29,6 +29,8 @@ class Framework(StrEnum):
     """A `checkpoint-N` of the Hugging Face Trainer: as `accelerate`, with the Trainer's own files."""
     LIGHTNING = "lightning"
     """A sharded checkpoint of Lightning: `model`, `optimizer_0`, and `meta.pt`."""
+    TORCHTUNE = "torchtune"
+    """torchtune's output directory, with `--to torch_save`: `epoch_N` and `recipe_state`."""
 
 
 class MissingMoments(StrEnum):
@@ -100,7 +102,7 @@ DCP = InstalledFormat(
     implementation="reshard_engine.formats.dcp.format:Dcp",
     targets={
         "dcp": "PyTorch distributed checkpoint: FSDP, torchtitan, Accelerate, Trainer, Lightning",
-        "torch_save": "torch.save: one file, or full files of Accelerate and the Trainer (--framework)",
+        "torch_save": "torch.save: one file, or full files of Accelerate, the Trainer, torchtune (--framework)",
     },
     options=DcpOptions,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -302,6 +303,100 @@ def test_torchtunes_optimizer_is_read_if_it_names_the_same_parameters(tmp_path: 
         torch.save({**recipe, "optimizer": other}, place / "recipe_state.pt")
         assert "under other names" in read(place).no_optimizer
     reshard.convert(place, tmp_path / "weights", to="safetensors", progress=False)
+
+
+def torchtunes(place: Path, epochs: Any = 2, **more: Any) -> Path:
+    """torchtune's output directory after so many epochs, with the weights of the two last ones."""
+    for number, weights in ((1, model()), (2, {n: t + 100 for n, t in model().items()})):
+        save(place / f"epoch_{number}" / "model-00001-of-00001.bin", weights)
+    state = {"optimizer": optimizer(), "epochs_run": epochs, "seed": 3, "total_epochs": 4, "max_steps_per_epoch": None}
+    save(place / "recipe_state" / "recipe_state.pt", {**state, "dataloader": {"seen": 9}, **more})
+    return place
+
+
+def test_the_state_of_a_recipe_is_of_the_last_epoch_that_it_counts(tmp_path: Path) -> None:
+    """The last epoch of a run leaves weights and no state, so that the newest directory is of another state."""
+    place = torchtunes(tmp_path / "run")
+    (place / "epoch_1" / "config.json").write_text("{}")
+    (place / "logs").mkdir()
+    found = read(place)
+    assert found.format == "full-torchtune"
+    assert {n.path: n.reason for n in found.not_carried} == {
+        "epoch_1/config.json": "configuration and tokenizer: --model-files with this directory copies them beside "
+        "weights",
+        "epoch_2/": "weights of an epoch that the state of the recipe is not of",
+        "logs/": "it lies beside the model's file, and nothing reads it",
+    }
+    reshard.convert(place / "epoch_2", tmp_path / "weights", to="safetensors", progress=False)
+    newest = load_file(tmp_path / "weights" / "model.safetensors")
+    assert all(torch.equal(newest[n], t + 100) for n, t in model().items())
+    assert_right(shards(place, tmp_path / "dcp"), ONE)
+    back = tmp_path / "back"
+    reshard.convert(tmp_path / "dcp", back, to="torch_save", framework="torchtune", progress=False)
+    weights = torch.load(back / "epoch_1" / "model-00001-of-00001.bin", weights_only=True)
+    state = torch.load(back / "recipe_state" / "recipe_state.pt", weights_only=True)
+    assert_right({"model": weights, "optimizer": state.pop("optimizer")}, ONE)
+    told = {"epochs_run": 2, "seed": 3, "total_epochs": 4, "max_steps_per_epoch": None, "dataloader": {"seen": 9}}
+    assert state == told
+    reshard.convert(back, tmp_path / "itself", to="torch_save", framework="torchtune", progress=False)
+    assert reshard.diff(back, tmp_path / "itself", progress=False).equal
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        ({"epochs": 4}, "checkpoint.incomplete", "is the state after epoch_3, and"),
+        ({"epochs": 0}, "checkpoint.malformed", "holds no number of epochs that are done"),
+        ({"epochs": "2"}, "checkpoint.malformed", "holds no number of epochs that are done"),
+    ],
+)
+def test_a_state_of_no_epoch_that_is_there_is_refused(
+    change: dict[str, Any], code: str, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SourceError, match=text) as caught:
+        read(torchtunes(tmp_path / "run", **change))
+    assert caught.value.code == code
+    assert "name the directory of an epoch" in (caught.value.fix or "")
+
+
+def test_parts_of_torchtunes_directory_that_are_missing_are_named(tmp_path: Path) -> None:
+    place = torchtunes(tmp_path / "run")
+    with pytest.raises(ReshardError, match="holds one model, and --model-key chooses"):
+        read(place, model_key="model")
+    theirs = {"state": {"lora.a": {"step": torch.tensor(1.0)}}, "param_groups": [{"params": ["lora.a"]}]}
+    assert "under other names" in read(torchtunes(tmp_path / "lora", optimizer=theirs)).no_optimizer
+    # Of FullModelHFCheckpointer without safe_serialization: an index says that the names are Hugging Face's.
+    weights = place / "epoch_1" / "model-00001-of-00001.bin"
+    where = {"weight_map": dict.fromkeys(SHAPES, weights.name), "metadata": {}}
+    (index := place / "epoch_1" / "pytorch_model.bin.index.json").write_text(json.dumps(where))
+    assert "under other names" in read(place).no_optimizer
+    assert [p.fqn for p in read(place / "epoch_1").parameters] == [*SHAPES]
+    index.unlink()
+    weights.unlink()
+    with pytest.raises(SourceError, match="epoch_1 holds no weights"):
+        read(place)
+    (place / "recipe_state" / "recipe_state.pt").unlink()
+    with pytest.raises(SourceError, match=r"holds no recipe_state\.pt"):
+        read(place)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        ({}, "request.unsatisfiable", "no seed, total_epochs, max_steps_per_epoch of torchtune's recipe"),
+        ({"torch_file": "a.pt"}, "request.invalid", "names of their own, and --torch-file"),
+        ({"target_param_order": "model"}, "request.invalid", "names of their own, and --target-param-order"),
+        ({"to": "dcp"}, "request.invalid", "--framework: for --to torch_save"),
+    ],
+)
+def test_no_file_of_torchtune_is_made_of_what_is_not_there(
+    options: dict[str, Any], code: str, text: str, tmp_path: Path
+) -> None:
+    place = save(tmp_path / "a.pt", epochs_run=1)
+    told: dict[str, Any] = {"to": "torch_save", "framework": "torchtune", **options}
+    with pytest.raises(ReshardError, match=text) as caught:
+        reshard.convert(place, tmp_path / "out", progress=False, **told)
+    assert caught.value.code == code
 
 
 # -- one file again ----------------------------------------------------------------------------------------------------

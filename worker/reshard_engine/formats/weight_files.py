@@ -415,6 +415,10 @@ def parse_safetensors(file: SourceFile) -> Shard:
 
 # Other .bin files beside weights are not weights: training_args.bin, optimizer.bin, scheduler.bin, ...
 _STEMS = re.compile(r"pytorch_model|pytorch_model_fsdp|adapter_model|diffusion_pytorch_model")
+_STEMS_OF_INDEX = re.compile(rf"{_STEMS.pattern}|model")
+"""torchtune writes `pytorch_model.bin.index.json` for shards of another stem, `model-00001-of-00002.bin`.
+
+Source: torchtune 0.6.1 `training/checkpointing/_checkpointer.py` (`FullModelHFCheckpointer`, `SHARD_FNAME`)."""
 
 
 class TorchWeightsReader:
@@ -448,7 +452,8 @@ class TorchWeightsReader:
 
 def torch_weight_files(listing: Listing) -> WeightFiles:
     """The weights files of a directory that torch saved under Hugging Face's names."""
-    return weight_files(listing, ".bin", _STEMS)
+    indexed = f"pytorch_model.bin{_INDEX}" in listing.by_name
+    return weight_files(listing, ".bin", _STEMS_OF_INDEX if indexed else _STEMS)
 
 
 def parse_torch_weights(file: SourceFile, ledger: OpaqueLedger) -> Shard:

@@ -59,7 +59,8 @@ class Dcp(Format):
         given = {*request.options.of(DcpOptions).given()} - {"missing_moments"}
         target, wrong = "dcp", given if request.to not in self.targets else set[str]()
         if request.to == "dcp":
-            target, wrong = "torch_save", given & {*OF_ONE_FILE}
+            whole = request.options.of(DcpOptions).framework is Framework.TORCHTUNE
+            target, wrong = "torch_save", given & {*OF_ONE_FILE, *(("framework",) if whole else ())}
         if wrong:
             flags = listed([f"--{name.replace('_', '-')}" for name in sorted(wrong)])
             raise RequestError("request.invalid", f"{flags}: for --to {target}", fix=f"--to {target}")

@@ -5,12 +5,13 @@
   checkpoints are of this form, too.
 - `pytorch_model_fsdp.bin` with `optimizer.bin`, as Accelerate and the Trainer save under FULL_STATE_DICT.
 - `optimizer.pt` beside the weights of `save_pretrained`, as the Trainer saves without FSDP and DeepSpeed.
-- `recipe_state.pt` of torchtune beside the weights, whose optimizer names parameters.
+- torchtune's output directory: `recipe_state/recipe_state.pt` and the weights of its epoch in `epoch_N`. Older versions
+  saved `recipe_state.pt` beside the weights.
 
 Source: torch 2.13.0 `serialization.py`; lightning 2.6.6 `pytorch/trainer/connectors/checkpoint_connector.py`
 (`dump_checkpoint`); accelerate 1.15.0 `utils/fsdp_utils.py` (FULL_STATE_DICT), `accelerator.py` (`save_state`:
 optimizer number i is of model number i); transformers 5.23.0 `trainer.py` (`_save_optimizer_and_scheduler`); torchtune
-0.6 `training/checkpointing/_utils.py` (`recipe_state`); verified by running all but torchtune.
+0.6.1 `training/checkpointing/_checkpointer.py`, `_utils.py` (`RECIPE_STATE_DIRNAME`); verified by running.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from reshard_engine.containers.source_file import SourceFile, open_all, parse_js
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file, place_of
 from reshard_engine.formats.carried import OF_ANOTHER, named
 from reshard_engine.formats.model_weights import SHARDED_NAMES
-from reshard_engine.formats.numbered import Sections, Several, entries_of, is_model, is_optimizer, shape_of
+from reshard_engine.formats.numbered import (
+    Sections,
+    Several,
+    entries_of,
+    is_model,
+    is_optimizer,
+    numbers_parameters,
+    shape_of,
+)
 from reshard_engine.formats.trainer_files import (
     ARGUMENTS,
     FULL,
@@ -62,6 +71,11 @@ from reshard_engine.tensors.shard_map import is_packed
 
 RECIPE = "recipe_state.pt"
 """The state of a recipe of torchtune."""
+RECIPES = "recipe_state"
+"""The directory that holds it beside those of epochs."""
+_EPOCH, _EPOCHS_RUN = "epoch_{}", "epochs_run"
+_OF_ONE_EPOCH = "model-00001-of-00001.bin"
+"""The only file of weights under torchtune's own names."""
 _SINGLE = (".pt", ".pth", ".ckpt", ".pth.tar")
 """Suffixes of the names that scripts give a file of `torch.save`."""
 _MODELS = ("state_dict", "model", "model_state_dict")
@@ -208,7 +222,7 @@ def whole_tensor(tensor: PTensor, parsed: TorchFile) -> WholeTensor:
 
 def single_names(listing: Listing) -> list[str]:
     """The names of the files that may each hold a model and its optimizer together."""
-    names = (n for n in listing.by_name if n.endswith(_SINGLE) and not is_companion(n))
+    names = (n for n in listing.by_name if (n.endswith(_SINGLE) or n == _OF_ONE_EPOCH) and not is_companion(n))
     return [n for n in names if n not in (NUMBERED_OPTIMIZER, RECIPE)]
 
 
@@ -430,9 +444,80 @@ def _add_recipe(found: Opened, parsed: TorchFile) -> None:
             found.optimizer, found.optimizers = InFile(node, parsed, str(key)), found.optimizers + 1
         elif is_scheduler(node):
             found.schedulers[str(key)] = InFile(node, parsed, str(key))
-        elif node is not None:
+        else:
             found.client_state[key] = InFile(node, parsed, str(key))
     found.names_alone = True
+
+
+def open_torchtune(location: Location, listing: Listing, ledger: OpaqueLedger, choices: SourceChoices) -> Opened:
+    """What torchtune's output directory holds: the state of the recipe, and the weights of the epoch that it is of.
+
+    The state is overwritten after each epoch but the last, and counts those that are done: with N it is of `epoch_N-1`.
+    Weights under torchtune's own names have the optimizer's, and numbers count them: recipes make one group of
+    `model.parameters()`.
+
+    Raises:
+        SourceError: `checkpoint.incomplete` without the state or the weights of its epoch, `checkpoint.malformed` for
+            a count that is none; as `open_weights`.
+        RequestError: `request.invalid` for a choice of a model or an optimizer: there is one.
+
+    Source: torchtune 0.6.1 `training/checkpointing/_checkpointer.py` (`save_checkpoint` of
+    `FullModelTorchTuneCheckpointer` and `FullModelHFCheckpointer`), `recipes/full_finetune_distributed.py`,
+    `recipes/full_finetune_single_device.py`; verified by running.
+    """
+    where = printable(location.url)
+    _refuse_keys(choices, {"model_key", "optimizer_key"}, f"{where} holds one model")
+    infos = location.store.list_directory(location.child(RECIPES).path).by_name
+    if RECIPE not in infos:
+        raise SourceError("checkpoint.incomplete", f"{where}/{RECIPES} holds no {RECIPE}", fix=_NAME_EPOCH)
+    state = open_torch_file(SourceFile(location.store, RECIPE, (infos[RECIPE],)), ledger)
+    epochs = mapping_items(state.root, what=RECIPE).get(_EPOCHS_RUN)
+    if type(epochs) is not int or epochs < 1:
+        text = f"{RECIPE} holds no number of epochs that are done ({_EPOCHS_RUN}), which says whose state it is"
+        raise SourceError("checkpoint.malformed", text, fix=_NAME_EPOCH)
+    epoch = _EPOCH.format(epochs - 1)
+    if epoch not in listing.directories:
+        text = f"{RECIPE} is the state after {epoch}, and {where} holds no such directory"
+        raise SourceError("checkpoint.incomplete", text, fix=f"copy {epoch}, too, or {_NAME_EPOCH}")
+    found, own = _of_epoch(location.child(epoch), epoch, ledger)
+    found.label = "full-torchtune"
+    _add_recipe(found, state)
+    found.names_alone = not own or found.optimizer is None or not numbers_parameters(found.optimizer.node)
+    others = {f"{d}/": _OTHER_EPOCH for d in listing.directories if d.startswith(_EPOCH.format(""))}
+    found.not_carried += beside(
+        listing, lambda _: False, companions=False, folders=(RECIPES, epoch), reasons=others, otherwise=_BESIDE
+    )
+    return found
+
+
+_NAME_EPOCH = "name the directory of an epoch, for its weights alone"
+_OTHER_EPOCH = "weights of an epoch that the state of the recipe is not of"
+
+
+def _of_epoch(place: Location, epoch: str, ledger: OpaqueLedger) -> tuple[Opened, bool]:
+    """The weights of an epoch; True for one file under torchtune's names, which Hugging Face's have an index."""
+    own, listing = False, place.store.list_directory(place.path)
+    names = listing.by_name
+    if any(n in names for n in _usual("model", ".safetensors")):
+        weights = open_weights(place, safetensors_files(listing), parse_safetensors, preferred="model")
+        found = _of_weights(weights, ordered=False)
+    elif any(n in names for n in _usual("pytorch_model", ".bin")):
+        files = torch_weight_files(listing)
+        weights = open_weights(place, files, lambda f: parse_torch_weights(f, ledger), preferred="pytorch_model")
+        found = _of_weights(weights, ordered=True)
+    elif _OF_ONE_EPOCH in names:
+        parsed = open_torch_file(SourceFile(place.store, _OF_ONE_EPOCH, (names[_OF_ONE_EPOCH],)), ledger)
+        own, found = True, Opened("", {}, [parsed.file])
+        _add_model(found, parsed.root, parsed, f"{epoch}/{_OF_ONE_EPOCH}")
+    else:
+        text = f"{printable(place.url)} holds no weights: neither {_OF_ONE_EPOCH} nor an index of several files"
+        raise SourceError("checkpoint.incomplete", text, fix="copy all files of that directory")
+    read = {f.name for f in found.files} | {n for n in names if n.endswith(".index.json")}
+    reasons = dict.fromkeys((n for n in names if n.endswith(".json")), _MODEL_FILES)
+    for one in beside(listing, read.__contains__, companions=False, reasons=reasons, otherwise=_BESIDE):
+        here = {"path": f"{epoch}/{one.path}", "file": f"{epoch}/{one.file}"}
+        found.not_carried.append(one.model_copy(update=here))
+    return found, own
 
 
 def _add_companions(

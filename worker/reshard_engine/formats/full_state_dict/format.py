@@ -29,11 +29,13 @@ from reshard_engine.containers.torch_file import TreeTensors, add_whole_tensor
 from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.format import Format, Reader, ReadOptions, refuse_choices
 from reshard_engine.formats.full_state_dict.files import (
+    RECIPES,
     InFile,
     Opened,
     holds_weights_with_optimizer,
     open_pair,
     open_single,
+    open_torchtune,
     open_weights_with_optimizer,
     single_names,
 )
@@ -103,6 +105,25 @@ class WeightsWithOptimizerReader:
         return _assembled(opened, location, options)
 
 
+class TorchtuneReader:
+    """Reads torchtune's output directory: the state of its recipe, and the weights of the epoch that it is of."""
+
+    family = "full_state_dict"
+
+    def recognises(self, listing: Listing) -> bool:
+        """True if the directory of a recipe's state is among the names."""
+        return RECIPES in listing.directories
+
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
+        """Read the weights and the state.
+
+        Raises:
+            SourceError: As `FullPairReader.read`, and `safetensors.*`.
+            RequestError: `request.invalid` for choices that the source does not leave.
+        """
+        return _assembled(open_torchtune(location, listing, options.ledger, options.choices), location, options)
+
+
 class SingleFileReader:
     """Reads one file of `torch.save` that holds a model, and perhaps its optimizer."""
 
@@ -126,7 +147,7 @@ class FullStateDict(Format):
     """Files with whole tensors of a model and its optimizer."""
 
     name = "full_state_dict"
-    readers: ClassVar[tuple[Reader, ...]] = (FullPairReader(), WeightsWithOptimizerReader())
+    readers: ClassVar[tuple[Reader, ...]] = (FullPairReader(), WeightsWithOptimizerReader(), TorchtuneReader())
     file_readers: ClassVar[tuple[Reader, ...]] = (SingleFileReader(),)
     of_training = True
     takes_choices = True
@@ -273,7 +294,7 @@ class _Assembly:
             shapes, equal, known=opened.ordered, counts_model=opened.counts_model, by_model=opened.by_model
         )
         if opened.names_alone and (text := _of_other_names(opened.optimizer, shapes)):
-            return unread_optimizer(text, WEIGHTS, Question.OPTIMIZER)
+            return unread_optimizer(text, f"{_TUNE_NAMES}; {WEIGHTS}", Question.OPTIMIZER)
         held = opened.optimizer
         return read_optimizer(held.node, held.parsed, held.what, model, self._options.choices.param_order)
 
@@ -342,6 +363,9 @@ class _Assembly:
         parsed = self._opened.optimizer.parsed
         carried = (self._trees.carried(mapping_of({**g.hyper_parameters}), parsed) for g in optimizer.groups)
         return tuple(ParamGroup(mapping_items(node, what="a param group")) for node in carried)
+
+
+_TUNE_NAMES = "save with FullModelTorchTuneCheckpointer, whose weights have the optimizer's names"
 
 
 def _of_other_names(optimizer: InFile, shapes: Mapping[str, Sequence[int]]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from reshard.choices import OpaquePolicy
+from reshard.choices import OpaquePolicy, ParamOrder
 from reshard.dcp_options import DcpOptions, Framework
 from reshard.errors import RequestError, listed
 from reshard.models.jobs import ConvertRequest, NotCarried
@@ -187,6 +187,7 @@ _PLACES: Mapping[Framework, tuple[KeyPath, KeyPath, bool]] = {
     Framework.ACCELERATE: (("model",), ("optimizer",), False),
     Framework.TRAINER: (("model",), ("optimizer",), False),
     Framework.LIGHTNING: (("model",), ("optimizer_0",), False),
+    Framework.TORCHTUNE: (("model",), ("optimizer",), False),
 }
 """The places of model and optimizer, and True where the optimizer's state dict is flattened."""
 _IN_FOLDERS = (Framework.ACCELERATE, Framework.TRAINER)
@@ -204,6 +205,10 @@ _TAKEN = "its place is that of the model or of the optimizer"
 _SECOND_SCHEDULER = "checkpoints of this kind keep one scheduler"
 _OF_PARTITIONS = "one number for each rank's partition, and a distributed checkpoint holds whole parameters"
 _ONE_MODEL = "checkpoints of this kind keep one model"
+_EPOCHS_RUN = "epochs_run"
+_OF_RECIPE = (_EPOCHS_RUN, "seed", "total_epochs", "max_steps_per_epoch")
+"""The keys without which a recipe of torchtune does not go on."""
+_SCHEDULER_ANEW = "torchtune's recipes make their scheduler anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +299,13 @@ class DcpWriter:
 
 
 class WholeFilesWriter:
-    """Lays out files of `torch.save` with whole tensors: one file, or those of Accelerate and the Trainer."""
+    """Lays out files of `torch.save` with whole tensors: one file, or those of Accelerate, the Trainer, torchtune."""
 
     def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
         """Lay out `pytorch_model_fsdp.bin` with `optimizer.bin` for the two, and one file for all others.
 
         For the Trainer and a file `optimizer.pt`, lay out what it saves without FSDP: `model.safetensors` beside it.
+        For torchtune, lay out the weights of an epoch and the state of the recipe.
 
         Raises:
             RequestError: As `TorchSaveWriter.lay_out`; `request.invalid` for names and keys that these files have
@@ -309,11 +315,14 @@ class WholeFilesWriter:
         verified by loading.
         """
         options = request.options.of(DcpOptions)
-        if options.framework not in _IN_FOLDERS or isinstance(checkpoint.facts, StateTree):
+        tune = options.framework is Framework.TORCHTUNE
+        if not (tune or options.framework in _IN_FOLDERS) or isinstance(checkpoint.facts, StateTree):
             return TorchSaveWriter().lay_out(checkpoint, request, name=name)
         refuse_changes(request)
         numbered = _without_fsdp(options)
-        fixed = ("files", *(() if numbered else ("torch_file",)), *TARGET_KEYS, *OF_ONE_FILE)
+        by_place = tune and options.target_param_order is ParamOrder.GROUPS
+        asked = set(OF_ONE_FILE) - ({"target_param_order"} if by_place else set[str]())
+        fixed = ("files", *(() if numbered else ("torch_file",)), *TARGET_KEYS, *asked)
         if given := [f"--{n.replace('_', '-')}" for n in options.given() if n in fixed]:
             raise RequestError(
                 "request.invalid",
@@ -322,6 +331,8 @@ class WholeFilesWriter:
             )
         _refuse_quantized(checkpoint)
         laid = _LaidOut(_Target.of(checkpoint, request))
+        if tune:
+            return laid.layout(laid.files_of_torchtune(numbered=by_place))
         return laid.layout(laid.files_without_fsdp() if numbered else laid.full_files())
 
 
@@ -331,8 +342,10 @@ def _without_fsdp(options: DcpOptions) -> bool:
 
 
 def writes_named_files(request: ConvertRequest) -> bool:
-    """True for full files whose optimizer names parameters: of Accelerate, or of the Trainer under FSDP."""
+    """True for full files whose optimizer names parameters: of Accelerate, the Trainer under FSDP, torchtune."""
     options = request.options.of(DcpOptions)
+    if options.framework is Framework.TORCHTUNE:
+        return request.to == "torch_save" and options.target_param_order is None
     return request.to == "torch_save" and options.framework in _IN_FOLDERS and not _without_fsdp(options)
 
 
@@ -453,8 +466,41 @@ class _LaidOut:
             )
         yield from trainer_files(checkpoint, target.request, target.framework, _schedulers(target, plain=False))
 
+    def files_of_torchtune(self, *, numbered: bool) -> Iterator[TargetFile]:
+        """The output directory of torchtune: weights of an epoch under the source's names, and the recipe's state.
+
+        Args:
+            numbered: The optimizer numbers parameters, as the recipes for one device load it; else it names them, as
+                the distributed recipes do.
+
+        Raises:
+            RequestError: `request.unsatisfiable` for a source without the state of a recipe.
+
+        Source: torchtune 0.6.1 `training/checkpointing/_checkpointer.py` (`FullModelTorchTuneCheckpointer`),
+        `recipes/full_finetune_distributed.py`, `recipes/full_finetune_single_device.py`; verified by resuming.
+        """
+        target, checkpoint = self._target, self._target.checkpoint
+        state, epochs = checkpoint.client_state, checkpoint.client_state.get(_EPOCHS_RUN)
+        lost = [key for key in _OF_RECIPE if key not in state]
+        if lost or type(epochs) is not int or epochs < 1:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the source holds no {listed(lost or [_EPOCHS_RUN])} of torchtune's recipe, which goes on from them",
+                fix=f"--framework {Framework.STATE_DICT} writes one file of a script",
+            )
+        model, optimizer = self._trees(checkpoint, target.places)
+        if numbered and checkpoint.optimizer is not None:
+            groups, _ = groups_to_write(checkpoint, needs_initial_lr=False)
+            optimizer = numbered_optimizer(checkpoint, groups, odd=odd_states(checkpoint))
+        self.left_out += carried.named(
+            [f"lr_scheduler[{i}]" for i, s in enumerate(checkpoint.schedulers) if is_scheduler(s)], _SCHEDULER_ANEW
+        )
+        yield self._torch_file(f"epoch_{epochs - 1}/model-00001-of-00001.bin", model)
+        recipe = {**state, **({} if optimizer is None else {"optimizer": optimizer})}
+        yield self._torch_file("recipe_state/recipe_state.pt", mapping_of(recipe))
+
     def _torch_file(self, name: str, tree: Node) -> TargetFile:
-        target, root = self._target, name.rpartition(".")[0]
+        target, root = self._target, name.rpartition("/")[2].rpartition(".")[0]
         template, slots = tree_template(root, tree, target.checkpoint.shard_map, opaque=target.request.opaque)
         return TargetFile(name, template, slots, commit=True)
 
@@ -637,7 +683,7 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
         yield from carried.named([RANK_STATES], _NO_PLACE)
     if facts is not None and target.framework is not Framework.TRAINER:
         yield from carried.named(facts.texts, _NO_PLACE)
-    if target.framework in (*_IN_FOLDERS, Framework.LIGHTNING):
+    if target.framework in (*_IN_FOLDERS, Framework.LIGHTNING, Framework.TORCHTUNE):
         yield from carried.named(trainer_facts(checkpoint).other_models, carried.OF_ANOTHER)
     if facts is not None and not target.others:
         yield from carried.named(facts.places(), _ONE_MODEL)
