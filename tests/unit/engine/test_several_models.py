@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor.placement_types import Replicate
 
 import reshard
 from laws.dcp_files import Save, Sharded, save as save_dcp
 from laws.item_files import Items, save_payloads
-from laws.rank_files import ROWS, World, of_rank
+from laws.rank_files import ROWS, Placements, World, of_rank
 from oracle.whole_tensors import whole
 from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.models.jobs import ConvertResult, Inspection
@@ -70,11 +71,11 @@ class Live:
         return get_optimizer_state_dict(self.nets[key], self.optimizers[key])
 
 
-def _cut(value: Any) -> Any:
+def _cut(value: Any, placements: Placements = ROWS) -> Any:
     """The value with sharded tensors in place of those that have rows."""
     if isinstance(value, torch.Tensor):
-        return Sharded(value.detach().clone(), ROWS) if value.dim() else value
-    return {k: _cut(v) for k, v in cast("State", value).items()} if isinstance(value, dict) else value
+        return Sharded(value.detach().clone(), placements) if value.dim() else value
+    return {k: _cut(v, placements) for k, v in cast("State", value).items()} if isinstance(value, dict) else value
 
 
 def _of_ranks(folder: Path, payloads: Mapping[str, State], world: int = 2) -> Path:
@@ -324,6 +325,7 @@ CASES: dict[str, Case] = {
         ("optimizer fits actor;", "optimizer_critic fits critic"),
         {"a": {"model_key": "actor"}, "b": {"model_key": "critic", "optimizer_key": "optimizer_critic"}},
         {"a": ("critic", "optimizer_critic"), "b": ("actor", "optimizer")},
+        carried=True,
     ),
     "a distributed checkpoint": Case(
         _dcp,
@@ -335,10 +337,16 @@ CASES: dict[str, Case] = {
         always={"target_model_key": "model", "target_optimizer_key": "optimizer"},
     ),
     "one file of each rank": Case(
-        _one_per_rank, _PAIRS, _FITS, _GAN_PICKS, _GAN_OTHERS, always={"rank_files": "save-{rank}.pt"}
+        _one_per_rank, _PAIRS, _FITS, _GAN_PICKS, _GAN_OTHERS, carried=True, always={"rank_files": "save-{rank}.pt"}
     ),
     "a file of each item and rank": Case(
-        _item_per_rank, _PAIRS, _FITS, _GAN_PICKS, _GAN_OTHERS, always={"rank_files": "{item}.{rank}.pth"}
+        _item_per_rank,
+        _PAIRS,
+        _FITS,
+        _GAN_PICKS,
+        _GAN_OTHERS,
+        carried=True,
+        always={"rank_files": "{item}.{rank}.pth"},
     ),
 }
 _EACH = [pytest.param(case, id=name) for name, case in CASES.items()]
@@ -423,6 +431,144 @@ def _assert_run(found: State, net: nn.Module, optimizer: torch.optim.Optimizer, 
     for one, other in ((fresh, began), (net, goes_on)):
         _step(one, other, 7)
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), net.parameters(), strict=True))
+
+
+def _payload(live: Live) -> State:
+    """Two models with a buffer that no mesh shards, their optimizers, and an average with a place of its own."""
+    buffer = torch.arange(3.0)
+    nested = {"nets": [live.average()], "decay": 0.5}
+    return {"gen": live.model("a"), "disc": {**live.model("b"), "buf": buffer}, "opt_g": live.named("a"),
+            "opt_d": live.named("b"), "ema": nested}  # fmt: skip
+
+
+Change = Callable[[int, State], None]
+
+
+def _saved_ranks(kind: str, payload: State, folder: Path, world: World, change: Change | None = None) -> dict[str, Any]:
+    """Save what each rank holds, with `buf` whole; return the options that read it."""
+
+    def of(rank: int, mesh: Any) -> State:
+        (average,) = payload["ema"]["nets"]
+        cut = _cut({**payload, "ema": average}, (*[Replicate()] * (len(world.shape) - 1), *ROWS))
+        cut["disc"]["buf"] = payload["disc"]["buf"].clone()
+        found = of_rank(cut, mesh, {})
+        found["ema"] = {**payload["ema"], "nets": [found["ema"]]}
+        if change is not None:
+            change(rank, found)
+        return found
+
+    if kind in ("items", "safetensors"):
+        layouts = {"disc": "disc_{rank}.safetensors"} if kind == "safetensors" else {}
+        save_payloads(of, folder, world, Items(described=tuple(payload), layouts=layouts))
+        return {}
+    folder.mkdir(parents=True)
+    for rank in range(world.size):
+        with world.mesh_of(rank) as mesh:
+            held = of(rank, mesh)
+            for name, value in held.items() if kind == "each" else ():
+                torch.save(value, folder / f"{name}.{rank}.pth")
+            if kind == "one":
+                torch.save(held, folder / f"r{rank}.pt")
+    return {"rank_files": "{item}.{rank}.pth" if kind == "each" else "r{rank}.pt"}
+
+
+_WORLDS = [World((2,)), World((2, 2), ("ddp", "fsdp"))]
+
+
+@pytest.mark.parametrize("world", _WORLDS, ids=lambda world: f"{world.size}")
+@pytest.mark.parametrize("kind", ["items", "safetensors", "each", "one"])
+def test_a_distributed_checkpoint_holds_the_other_models_of_ranks(kind: str, world: World, tmp_path: Path) -> None:
+    """Each tensor whole and bit for bit, each group and number, under the key that it had."""
+    live = Live()
+    payload = _payload(live)
+    options = _saved_ranks(kind, payload, tmp_path / "in", world)
+    to: dict[str, Any] = {"to": "dcp", "framework": "state-dict", "model_key": "gen", "optimizer_key": "opt_g"}
+    result = reshard.convert(tmp_path / "in", tmp_path / "out", progress=False, **to, **options)
+    assert {n.path for n in result.not_carried} & {*payload} == set()
+    found = whole(tmp_path / "out")
+    _assert_run(found, copy.deepcopy(live.nets["a"]), live.optimizers["a"], "")
+    if kind == "each":  # what is in the file of one item has the keys that lead to it
+        found["ema"] = {"nets": found.pop("ema.nets"), "decay": found.pop("ema.decay")}
+    for key in ("disc", "opt_d", "ema"):
+        assert _equal(found[key], payload[key]), key
+    assert reshard.verify(tmp_path / "out").ok
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        held: State = cast("State", a)
+        return held.keys() == b.keys() and all(_equal(held[k], b[k]) for k in held)
+    if isinstance(a, list | tuple):
+        return len(cast("list[Any]", a)) == len(b) and all(map(_equal, cast("list[Any]", a), b))
+    return bool(a == b)
+
+
+def _other_buffer(rank: int, held: State) -> None:
+    held["disc"]["buf"] += rank
+
+
+def _other_rate(rank: int, held: State) -> None:
+    held["opt_d"]["param_groups"][0]["lr"] = 0.1 + rank
+
+
+def _other_names(rank: int, held: State) -> None:
+    if rank:
+        held["ema"]["nets"][0] = {f"x{n}": t for n, t in held["ema"]["nets"][0].items()}
+
+
+@pytest.mark.parametrize("kind", ["items", "one"])
+@pytest.mark.parametrize(
+    ("change", "key", "told"),
+    [
+        (_other_buffer, "disc", "nothing proves that all ranks hold the same disc.buf"),
+        (_other_rate, "opt_d", "holds another value than the first rank's file"),
+        (_other_names, "ema", "holds another value than the first rank's file"),
+    ],
+)
+def test_another_model_that_ranks_hold_in_different_ways_is_named(
+    change: Change, key: str, told: str, kind: str, tmp_path: Path
+) -> None:
+    """The chosen model goes on all the same."""
+    live = Live()
+    options = _saved_ranks(kind, _payload(live), tmp_path / "in", World((2,)), change)
+    to: dict[str, Any] = {"to": "dcp", "framework": "state-dict", "model_key": "gen", "optimizer_key": "opt_g"}
+    result = reshard.convert(tmp_path / "in", tmp_path / "out", progress=False, **to, **options)
+    (reason,) = (n.reason for n in result.not_carried if n.path == key)
+    assert told in reason
+    found = whole(tmp_path / "out")
+    assert key not in found
+    _assert_run(found, copy.deepcopy(live.nets["a"]), live.optimizers["a"], "")
+
+
+@pytest.mark.parametrize("kind", ["items", "each"])
+def test_a_damaged_file_of_another_model_is_named(kind: str, tmp_path: Path) -> None:
+    live = Live()
+    options = _saved_ranks(kind, _payload(live), tmp_path / "in", World((2,)))
+    (tmp_path / "in" / ("disc_1.pt" if kind == "items" else "disc.1.pth")).write_bytes(b"cut short")
+    to: dict[str, Any] = {"to": "dcp", "framework": "state-dict", "model_key": "gen", "optimizer_key": "opt_g"}
+    result = reshard.convert(tmp_path / "in", tmp_path / "out", progress=False, **to, **options)
+    assert "cannot be read" in next(n.reason for n in result.not_carried if n.path == "disc")
+    held = whole(tmp_path / "out")
+    assert "disc" not in held
+    assert "opt_d" in held
+
+
+@pytest.mark.parametrize("kind", ["items", "one"])
+def test_other_targets_name_the_other_models_of_ranks_once(kind: str, tmp_path: Path) -> None:
+    options = _saved_ranks(kind, _payload(Live()), tmp_path / "in", World((2,)))
+    targets: list[dict[str, Any]] = [
+        {"to": "dcp", "framework": "accelerate"}, {"to": "torch_save", "framework": "accelerate"},
+        {"to": "safetensors"}, {"to": "fsdp_ranks", "dp": 3, "rank_framework": "verl", "device_type": "cpu"},
+        {"to": "torch_checkpointing", "dp": 3, "device_type": "cpu"}, {"to": "zero", "dp": 3, "zero_stage": 2},
+        {"to": "universal"},
+    ]  # fmt: skip
+    for number, to in enumerate(targets):
+        more = {**to, **options, "model_key": "gen", "optimizer_key": "opt_g", "progress": False}
+        result = reshard.convert(tmp_path / "in", tmp_path / f"{number}", **more)
+        named = [n.path for n in result.not_carried]
+        assert [named.count(key) for key in ("disc", "opt_d", "ema")] == [1, 1, 1], (to, named)
 
 
 def _choices(fix: str) -> list[dict[str, Any]]:

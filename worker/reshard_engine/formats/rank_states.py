@@ -45,9 +45,21 @@ from reshard_engine.formats.model_weights import (
 )
 from reshard_engine.formats.rank_optimizer import STEP, ModelTensor, ReadOptimizer, Slice, number_node
 from reshard_engine.formats.torch_archive import under_policy
-from reshard_engine.pickles.nodes import Global, Node, PObject, PTensor, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PList,
+    PObject,
+    PTensor,
+    PTensorRef,
+    PTuple,
+    check_depth,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+)
 from reshard_engine.pickles.rebuild import made_of_tensors
-from reshard_engine.pickles.trees import TensorsAt, compare_trees
+from reshard_engine.pickles.trees import TensorsAt, compare_trees, rewrite
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import Boxes, Column, LogicalTensor, ShardMapBuilder, add_boxes
 
@@ -77,7 +89,8 @@ class RankTensors:
     def __init__(self, files: Sequence[str]) -> None:
         self.builder = ShardMapBuilder()
         self.agreements: list[Agreement] = []
-        self._files = files
+        self.files = files
+        """The names of the shard map's files."""
 
     def add(self, fqn: str, state: str, held: Sequence[Held], first_file: int) -> int:
         """Register a tensor, given what each rank's file holds of it; returns its number.
@@ -97,8 +110,8 @@ class RankTensors:
             if (other.dtype, other.shape, other.layout) != (first.dtype, first.shape, first.layout):
                 raise SourceError(
                     "checkpoint.mixed",
-                    f"{printable(fqn)}/{state} is {_said(first)} in {printable(self._files[first_file])}, and "
-                    f"{_said(other)} in {printable(self._files[first_file + rank])}",
+                    f"{printable(fqn)}/{state} is {_said(first)} in {printable(self.files[first_file])}, and "
+                    f"{_said(other)} in {printable(self.files[first_file + rank])}",
                     fix=_OTHER_SAVE,
                 )
         tensor = LogicalTensor(fqn, state, first.dtype, first.shape)
@@ -125,7 +138,7 @@ class RankTensors:
                 one = found.setdefault((part.offsets, part.sizes), (file, part))
                 if one[1] is not part:
                     numbers = self._part(tensor, *one), self._part(tensor, file, part)
-                    where = f"its copy in {printable(self._files[file])}"
+                    where = f"its copy in {printable(self.files[file])}"
                     self.agreements.append(Agreement(tensor.fqn, tensor.state, *numbers, where))
         return list(found.values())
 
@@ -315,6 +328,89 @@ def is_sharded(node: Node) -> bool:
         and (made_of_tensors(n) is not None or (isinstance(n.cls, Global) and n.cls.dotted in SHARDED_NAMES))
         for n in walk(node)
     )
+
+
+# Other values with sharded tensors: a second model, its optimizer, a moving average.
+
+
+@dataclass(frozen=True, slots=True)
+class RankTree:
+    """A value in one rank's file, with numbers in place of its tensors."""
+
+    node: Node
+    paths: tuple[tuple[str | int, ...], ...]
+    """The keys that lead to each tensor."""
+    held: tuple[Held, ...]
+
+    @classmethod
+    def of(cls, file: RankFile) -> RankTree:
+        """Read the value of a file.
+
+        Raises:
+            SourceError: As `RankFile.held`; `checkpoint.malformed`, `pickle.too_deep`.
+        """
+        found: dict[tuple[str | int, ...], Held] = {}
+
+        def placed(node: Node, path: tuple[str | int, ...]) -> Node:
+            check_depth(len(path))
+            name = printable(".".join(map(str, path)))
+            if (held := file.held(node, name)) is not None:
+                found[path] = held
+                return PTensorRef(len(found) - 1)
+            if is_mapping(node):
+                items = mapping_items(node, what=f"{file.name}: {name}").items()
+                return mapping_of({key: placed(value, (*path, key)) for key, value in items})
+            if isinstance(node, PList | PTuple):
+                held_items = [placed(value, (*path, number)) for number, value in enumerate(node.items)]
+                return PList(held_items) if isinstance(node, PList) else PTuple(tuple(held_items))
+            return node
+
+        root = placed(file.parsed.root, ())
+        return cls(root, tuple(found), tuple(found.values()))
+
+    def of_all_ranks(
+        self, key: str, ranks: Sequence[Sequence[Held]], files: Sequence[SourceFile], tensors: RankTensors
+    ) -> Node:
+        """The value with references to tensors of all ranks, whose files are the last ones of the shard map.
+
+        Raises:
+            SourceError: `checkpoint.mixed` where whole tensors differ, and as `RankTensors.add`.
+        """
+        first_file = len(tensors.files) - len(files)
+        numbers: list[int] = []
+        for number, path in enumerate(self.paths):
+            held, name = [rank[number] for rank in ranks], ".".join(map(str, (key, *path)))
+            if held[0].plain:
+                tokens = {_whole_token(one, file) for one, file in zip(held, files, strict=True)}
+                if None in tokens or len(tokens) > 1:
+                    text = f"nothing proves that all ranks hold the same {printable(name)}"
+                    raise SourceError("checkpoint.mixed", text, fix=_OTHER_SAVE)
+                held = held[:1]
+            numbers.append(tensors.add(name, "value", held, first_file))
+        return rewrite(self.node, lambda tensor: PTensorRef(numbers[tensor.index]), lambda foreign: foreign)
+
+    def held_in(self, file: RankFile) -> tuple[Held, ...]:
+        """What another rank's file holds of the same tensors.
+
+        Raises:
+            SourceError: `checkpoint.mixed` for another value.
+        """
+        other = RankTree.of(file)
+        for found in compare_trees(self.node, other.node, ""):
+            if not isinstance(found, TensorsAt) or found.a != found.b:
+                text = f"{file.name} holds another value than the first rank's file, at {printable(found.path)}"
+                raise SourceError("checkpoint.mixed", text, fix=_OTHER_SAVE)
+        return other.held
+
+
+def _whole_token(held: Held, file: SourceFile) -> object:
+    """Return a value that is equal for equal whole tensors alone; None for a large one without a sum."""
+    (part,) = held.parts
+    length = part.numel * held.dtype.itemsize_bytes
+    form = held.dtype, held.shape, part.stride
+    if part.sum is not None or not length:
+        return form, part.sum
+    return None if part.stride is not None or length > _LARGE_BYTES else (form, file.read(part.at, length))
 
 
 # Parameters, buffers and ties.

@@ -26,7 +26,7 @@ from reshard_engine.checkpoint import (
 )
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file
-from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
+from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.dtensors import Held, RankFile
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.fsdp_ranks.files import (
@@ -68,6 +68,7 @@ from reshard_engine.formats.rank_states import (
     RankModel,
     RankState,
     RankTensors,
+    RankTree,
     Value,
     is_sharded,
     model_of_rank,
@@ -89,7 +90,7 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 """The keys under which scripts usually save a model."""
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 _OF_EACH_RANK = "ranks saved different values under this key"
-_SHARDED = "it holds sharded tensors, and is neither the model nor the optimizer that was read"
+_UNREAD = "it is neither the model nor the optimizer that was read, and cannot be read"
 _PER_RANK = "ranks saved different values under one key; the first rank's is taken"
 _FIRST_RANK = ("_rank_0.pt", "_rank0.bin")
 _Read = TypeVar("_Read")
@@ -229,6 +230,7 @@ class _State:
     undecided: tuple[Undecided, ...] = ()
     rng: tuple[Mapping[str, Node], ...] = ()
     client_state: dict[str | int, Node] = field(default_factory=dict[str | int, Node])
+    other_models: dict[str, Node] = field(default_factory=dict[str, Node])
     not_carried: list[NotCarried] = field(default_factory=list[NotCarried])
 
 
@@ -305,7 +307,7 @@ class _Assembly:
             run_names=compiled_names(longer),
             module_names=tuple(plain.values()),
             not_carried=(*state.not_carried, *named(model.others, UNKNOWN), *self._beside()),
-            facts=RankFacts(rank_states=state.rng, saved=self._saved()),
+            facts=RankFacts(rank_states=state.rng, saved=self._saved(), other_models=state.other_models),
             undecided=(
                 *self._open,
                 *(() if optimizer is None else optimizer.undecided),
@@ -574,13 +576,13 @@ class _NamedAssembly(_Assembly):
     def _extra_state(self) -> _State:
         """Schedulers and client state that all ranks hold alike; everything else is named."""
         found, contents = _State(), self._contents
-        others = [k for k in (*contents.models, *contents.optimizers) if k not in self._read_keys]
-        found.not_carried += named(others, OF_ANOTHER)
+        whole = [k for k, node in (contents.schedulers | contents.rest).items() if not is_sharded(node)]
+        others = [k for k in contents.places if k not in (*self._read_keys, *whole)]
+        found.other_models, unread = self._of_others(others)
+        found.not_carried += unread
         schedulers: dict[str, Node] = {}
-        for key, values in self._values([*contents.schedulers, *contents.rest]).items():
-            if is_sharded(values[0].node):
-                found.not_carried += named([key], _SHARDED)
-            elif not all(values[0].equals(other) for other in values[1:]):
+        for key, values in self._values(whole).items():
+            if not all(values[0].equals(other) for other in values[1:]):
                 found.not_carried += named([key], _OF_EACH_RANK)
             elif key in contents.schedulers:
                 schedulers[key] = self._carried(values[0])
@@ -590,6 +592,46 @@ class _NamedAssembly(_Assembly):
         found.schedulers, found.scheduler_keys = tuple(schedulers.values()), tuple(schedulers)
         chosen = self._options.choices.scheduler_key
         found.own_scheduler, found.undecided = own_scheduler([*schedulers], len(contents.optimizers), chosen)
+        return found
+
+    def _of_others(self, keys: Sequence[str]) -> tuple[dict[str, Node], list[NotCarried]]:
+        """The state dicts that are not read, and the names of those that cannot be. Each file is opened once."""
+        found: dict[str, Node] = {}
+        unread: list[NotCarried] = []
+        by_item: dict[str, dict[str, RankTree]] = {}
+        for key in keys:
+            place = self._contents.places[key]
+            first = open_torch_file(self._named.items[place.item][0], self._ledger)
+            try:
+                tree = RankTree.of(place.within(RankFile(first, 0, self._world)))
+            except SourceError as error:
+                unread += named([key], f"{_UNREAD}: {error.message}")
+                continue
+            by_item.setdefault(place.item, {})[key] = tree
+        for item, trees in by_item.items():
+            files = self._named.items[item]
+            try:
+                ranks = self._opened(files, partial(self._held_in, trees))
+            except SourceError as error:  # one of the files is damaged
+                unread += named(trees, f"{_UNREAD}: {error.message}")
+                continue
+            self._tensors.files = [f.name for f in self._files]
+            for key, tree in trees.items():
+                try:
+                    held = [_or_raised(one[key]) for one in ranks]
+                    found[key] = tree.of_all_ranks(key, held, files, self._tensors)
+                except SourceError as error:
+                    unread += named([key], f"{_UNREAD}: {error.message}")
+        return found, unread
+
+    def _held_in(self, trees: Mapping[str, RankTree], file: RankFile) -> dict[str, Sequence[Held] | SourceError]:
+        """What a rank's file holds of the state dicts that are not read."""
+        found: dict[str, Sequence[Held] | SourceError] = {}
+        for key, tree in trees.items():
+            try:
+                found[key] = tree.held_in(self._contents.places[key].within(file))
+            except SourceError as error:
+                found[key] = error
         return found
 
     def _values(self, keys: Sequence[str]) -> dict[str, list[Value]]:
@@ -623,6 +665,12 @@ class _NamedAssembly(_Assembly):
 
     def _beside(self) -> list[NotCarried]:
         return [NotCarried(path=printable(n), file=printable(n), reason=_BESIDE) for n in self._named.others]
+
+
+def _or_raised(held: Sequence[Held] | SourceError) -> Sequence[Held]:
+    if isinstance(held, SourceError):
+        raise held
+    return held
 
 
 def _random_states(

@@ -33,7 +33,7 @@ from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import FsdpRanksOptions
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
+from reshard_engine.formats.carried import AS_ASKED, OF_ANOTHER, named, padding_left_out
 from reshard_engine.formats.dtensors import Shape, TensorsOfRank
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
@@ -594,7 +594,9 @@ def _left_out(target: _Target) -> Iterator[NotCarried]:
         kept |= {*map(str, checkpoint.client_state)}
     kept |= {RANK_STATES} if target.random_states else set()
     dropped = target.request.options.deepspeed.rng is RngPolicy.DROP
+    others = checkpoint.facts.of_others(checkpoint)
+    yield from named(others, OF_ANOTHER)
     for key in map(str, checkpoint.facts.run_state(checkpoint)):
-        if key not in kept:
+        if key not in kept and key not in others:
             yield from named([key], AS_ASKED if dropped and key == RANK_STATES else _NO_PLACE)
     yield from target.numbers_left_out()

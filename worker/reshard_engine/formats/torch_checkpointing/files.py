@@ -21,11 +21,11 @@ from typing import Any, cast
 
 from reshard.choices import MANIFEST, OpaquePolicy
 from reshard.errors import SourceError, counted, listed, printable
-from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.containers.torch_file import walk
 from reshard_engine.formats.dtensors import Mesh, MeshForm, Placement, Shape, unraveled
 from reshard_engine.formats.rank_states import SavedRun
+from reshard_engine.formats.trainer_files import TrainerFacts
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -524,17 +524,13 @@ class SavedItems:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ItemFacts(FormatFacts):
-    """The facts that only torch_checkpointing keeps."""
+class ItemFacts(TrainerFacts):
+    """The facts that only torch_checkpointing keeps, and the models and optimizers that were not read."""
 
     saved: SavedItems | None = None
     rank_items: Mapping[str, tuple[Node, ...]] = field(default_factory=dict[str, tuple[Node, ...]])
     """Items that differ from rank to rank, such as random states: for each rank its value."""
 
-    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
-        """The state that every format has, and the items of single ranks."""
-        return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
-
     def own_state(self) -> Mapping[str | int, Node]:
-        """The items of single ranks."""
-        return {key: PList([*values]) for key, values in self.rank_items.items()}
+        """The items of single ranks, and the models and optimizers that were not read."""
+        return {**TrainerFacts.own_state(self), **{key: PList([*values]) for key, values in self.rank_items.items()}}

@@ -24,7 +24,7 @@ from reshard_engine.checkpoint import Checkpoint, OptimizerState, Question, Unde
 from reshard_engine.containers.safetensors import SafetensorsFile, open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file, walk
-from reshard_engine.formats.carried import OF_ANOTHER, UNKNOWN, named
+from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.dtensors import WHOLE, Held, Part, RankFile, placed
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
@@ -35,6 +35,7 @@ from reshard_engine.formats.rank_states import (
     RankModel,
     RankState,
     RankTensors,
+    RankTree,
     Value,
     is_sharded,
     model_of_rank,
@@ -67,6 +68,7 @@ from reshard_engine.pickles.nodes import (
     PDict,
     PList,
     PTensor,
+    PTensorRef,
     PTuple,
     is_mapping,
     kind_of,
@@ -84,7 +86,7 @@ from reshard_engine.tensors.layout import KnownFiles
 _JSON_LIMIT_BYTES = 256 << 20
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 _PER_RANK = "ranks saved different values of it, and the format of the target has no place for them"
-_SHARDED = "it holds sharded tensors, and is neither the model nor the optimizer that was read"
+_UNREAD = "it holds sharded tensors, is neither the model nor the optimizer that was read, and cannot be read"
 _Read = TypeVar("_Read")
 
 
@@ -183,6 +185,7 @@ class _State:
     schedulers: dict[str, Node] = field(default_factory=dict[str, Node])
     client_state: dict[str | int, Node] = field(default_factory=dict[str | int, Node])
     rank_items: dict[str, tuple[Node, ...]] = field(default_factory=dict[str, tuple[Node, ...]])
+    other_models: dict[str, Node] = field(default_factory=dict[str, Node])
     not_carried: list[NotCarried] = field(default_factory=list[NotCarried])
 
 
@@ -397,7 +400,9 @@ class _Assembly:
             run_names=compiled_names(longer),
             module_names=tuple(plain.values()) if ordered else (),
             not_carried=(*state.not_carried, *named(model.others, UNKNOWN), *beside),
-            facts=ItemFacts(saved=self._saved([*state.schedulers]), rank_items=state.rank_items),
+            facts=ItemFacts(
+                saved=self._saved([*state.schedulers]), rank_items=state.rank_items, other_models=state.other_models
+            ),
             undecided=(
                 *self._open,
                 *(() if optimizer is None else optimizer.undecided),
@@ -432,9 +437,10 @@ class _Assembly:
         left = {key: item for key, item in self._found.items.items() if key not in read}
         for key, item in left.items():
             if item.kind == SAFETENSORS or is_sharded(self._first[key].node):
-                of_run = item.kind == SAFETENSORS or _is_state_dict(self._first[key].node, printable(key))
-                optimizer = _is_optimizer(self._first[key].node, printable(key))
-                found.not_carried += named([key], OF_ANOTHER if of_run or optimizer else _SHARDED)
+                try:
+                    found.other_models[key] = self._of_another(item)
+                except SourceError as error:
+                    found.not_carried += named([key], f"{_UNREAD}: {error.message}")
                 continue
             values = open_all(item.files, lambda file, kind=item.kind: self._value(file, kind))
             same = all(values[0].equals(other) for other in values[1:])
@@ -447,6 +453,23 @@ class _Assembly:
             else:
                 found.rank_items[key] = nodes
         return found
+
+    def _of_another(self, item: Item) -> Node:
+        """An item with sharded tensors that is neither the model nor the optimizer that is read."""
+        parsed = self._first[item.key].parsed
+        if item.kind == SAFETENSORS or parsed is None:
+            models = self._of_safetensors(item)
+            names = [*models[0].tensors]
+            refs: dict[str | int, Node] = {name: PTensorRef(number) for number, name in enumerate(names)}
+            tree = RankTree(mapping_of(refs), tuple((n,) for n in names), tuple(models[0].tensors.values()))
+            ranks = [tuple(model.tensors[name] for name in names) for model in models]
+        else:
+            tree = RankTree.of(RankFile(parsed, 0, self._found.world))
+            ranks = self._opened(item, tree.held_in)
+            if item.metadata is not None:
+                _prove(item, item.metadata, [dict(zip(tree.paths, held, strict=True)) for held in ranks])
+        self._tensors.files = [f.name for f in self._files]
+        return tree.of_all_ranks(item.key, ranks, item.files, self._tensors)
 
     def _carried(self, values: Sequence[Value]) -> tuple[Node, ...]:
         """The values with references in place of tensors."""

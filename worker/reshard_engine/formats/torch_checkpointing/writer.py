@@ -25,7 +25,7 @@ from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors import safetensors_template
-from reshard_engine.formats.carried import AS_ASKED, named, padding_left_out
+from reshard_engine.formats.carried import AS_ASKED, OF_ANOTHER, named, padding_left_out
 from reshard_engine.formats.dtensors import Shape, TensorsOfRank
 from reshard_engine.formats.rank_optimizer import PARAMS
 from reshard_engine.formats.rank_states import (
@@ -362,8 +362,10 @@ def _left_out(target: _Target) -> Iterator[NotCarried]:
     checkpoint, facts = target.checkpoint, target.checkpoint.facts
     kept = {*target.others, *target.of_ranks, *(["schedulers"] if target.schedulers else [])}
     of_ranks: Mapping[str, Sequence[Node]] = facts.rank_items if isinstance(facts, ItemFacts) else {}
+    others = facts.of_others(checkpoint)
+    yield from named(others, OF_ANOTHER)
     for key in map(str, facts.run_state(checkpoint)):
-        if key not in kept:
+        if key not in kept and key not in others:
             dropped = not target.keeps_random and _RANDOM.fullmatch(key) is not None
             yield from named([key], AS_ASKED if dropped else _OF_RANKS if key in of_ranks else _NO_PLACE)
     yield from target.numbers_left_out()
