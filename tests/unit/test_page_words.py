@@ -47,6 +47,7 @@ def test_the_format_of_the_target_is_the_last_field_that_a_text_is_about() -> No
         ({"to": "zero", "options": {"deepspeed": {"dp": 1}}}, "DeepSpeed, for 1 GPU"),
         ({"to": "dcp"}, "FSDP and torchtitan (DCP)"),
         ({"to": "safetensors"}, "Weights (safetensors, as Hugging Face has them)"),
+        ({"to": "torch_save"}, "One file of torch.save"),
     ],
 )
 def test_a_target_is_named_with_its_gpus(asked: dict[str, object], said: str) -> None:
@@ -59,6 +60,11 @@ def test_formats_and_unknown_fields_have_names() -> None:
         "DeepSpeed ZeRO-2",
         "DCP torchtitan",
         "safetensors",
+    ]
+    assert [format_name(n) for n in ("torch-checkpointing", "fsdp-ranks-skyrl", "torch")] == [
+        "torch_checkpointing",
+        "FSDP ranks SkyRL",
+        "PyTorch",
     ]
     assert label_of("options.tiny.some_choice") == "some choice"
 

@@ -25,7 +25,10 @@ _TARGETS = {
     "dcp": "FSDP and torchtitan (DCP)",
     "torch_save": "One file of torch.save",
 }
-_FORMATS = {"deepspeed": "DeepSpeed", "dcp": "DCP", "torch": "PyTorch", "peft": "PEFT", "zero": "ZeRO"}
+_FORMATS = {
+    "deepspeed": "DeepSpeed", "dcp": "DCP", "torch": "PyTorch", "peft": "PEFT", "zero": "ZeRO", "fsdp": "FSDP",
+    "torch_checkpointing": "torch_checkpointing", "skyrl": "SkyRL", "accelerate": "Accelerate",
+}  # fmt: skip
 _STATES = {
     JobState.VERIFYING: "Checking",
     JobState.CANCELLING: "Cancelling",
@@ -64,7 +67,8 @@ def target_of(request: ConvertRequest) -> str:
 
 def format_name(name: str) -> str:
     """The format of a source in words: `DeepSpeed ZeRO-2` for `deepspeed-zero2`."""
-    words = re.sub(r"(?<=[a-z])(?=\d+$)", "-", name).split("-")
+    whole = name.replace("torch-checkpointing", "torch_checkpointing")
+    words = re.sub(r"(?<=[a-z])(?=\d+$)", "-", whole).split("-")
     text = " ".join(_FORMATS.get(word, word) for word in words if not word.isdigit())
     return f"{text}-{words[-1]}" if words[-1].isdigit() else text
 

@@ -387,7 +387,11 @@ class RankTree:
                     raise SourceError("checkpoint.mixed", text, fix=_OTHER_SAVE)
                 held = held[:1]
             numbers.append(tensors.add(name, "value", held, first_file))
-        return rewrite(self.node, lambda tensor: PTensorRef(numbers[tensor.index]), lambda foreign: foreign)
+
+        def reference(tensor: PTensorRef) -> PTensorRef:
+            return PTensorRef(numbers[tensor.index])
+
+        return rewrite(self.node, reference, lambda foreign: foreign)
 
     def held_in(self, file: RankFile) -> tuple[Held, ...]:
         """What another rank's file holds of the same tensors.
