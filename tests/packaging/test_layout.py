@@ -81,8 +81,11 @@ OF_OTHERS = {
     "formats/full_state_dict/files.py": {"global_step", "checkpoint_version"},
     # The usual name of an item of torch_checkpointing, too.
     "formats/torch_checkpointing/writer.py": {"lr_scheduler"},
-    # Names of Megatron-LM and of verl, too.
-    "formats/sources.py": {r"mp_rank_\d+(_\d+)?(_\d+)?", r"global_step_\d+"},
+    # Names of Megatron-LM, of verl and of SkyRL, too.
+    "formats/sources.py": {
+        r"mp_rank_\d+(_\d+)?(_\d+)?",
+        *(r"global_step_\d+", "global_step_", "latest_ckpt_global_step.txt"),
+    },
     "pickles/policy.py": {  # the reviewed allow-list is one list
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
