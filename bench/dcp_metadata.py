@@ -46,7 +46,7 @@ class _Meter:
 
 
 def _read_by_us(path: Path) -> dict[str, Any]:
-    from reshard_engine.formats.dcp.metadata.parse import parse_metadata
+    from reshard_engine.formats.dcp_files.metadata.parse import parse_metadata
 
     with _Meter() as meter:
         found = parse_metadata(path.read_bytes(), path.name)

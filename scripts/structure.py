@@ -126,7 +126,7 @@ def numbers(tree: Path) -> dict[str, int]:
         "lines of the product": sum(m.lines for m in found.values()),
         "lines of tests": sum(p.read_text().count("\n") for p in (tree / "tests").rglob("*.py")),
         "modules of dcp's reader and metadata": _below(
-            real, "reshard_engine.formats.dcp.reader", "reshard_engine.formats.dcp.metadata"
+            real, "reshard_engine.formats.dcp.reader", "reshard_engine.formats.dcp_files.metadata"
         ),
         "modules outside reshard.cli that import it": len(cli),
         "imports inside functions": sum(m.lazy for m in found.values()),

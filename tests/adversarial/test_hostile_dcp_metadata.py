@@ -18,7 +18,7 @@ import pytest
 from house import dcp_stand_ins as d, dcp_streams as streams
 from house.dcp_mutations import agree
 from reshard.errors import SourceError
-from reshard_engine.formats.dcp.metadata.parse import parse_metadata
+from reshard_engine.formats.dcp_files.metadata.parse import parse_metadata
 from reshard_engine.pickles.nodes import PickleLimits
 
 Make = Callable[[], Any]

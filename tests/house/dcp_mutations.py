@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 
 from reshard.errors import ReshardError
-from reshard_engine.formats.dcp.metadata.parse import Parts, parts_of_nodes, parts_with_runs
+from reshard_engine.formats.dcp_files.metadata.parse import Parts, parts_of_nodes, parts_with_runs
 from reshard_engine.pickles.nodes import PickleLimits
 
 ROOM = PickleLimits(stream_bytes=1 << 30, opcodes=20_000_000, node_bytes=8 << 30)

@@ -121,7 +121,7 @@ def test_compressed_records_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     reshard.convert(tmp_path / "saved", tmp_path / "out", to="torch_save", verify="full")
     assert same(state()["model"], torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["model"])
     assert reshard.verify(tmp_path / "out").ok
-    monkeypatch.setattr("reshard_engine.formats.dcp.reader.records.find_spec", _absent)
+    monkeypatch.setattr("reshard_engine.formats.dcp_files.records.find_spec", _absent)
     with pytest.raises(ReshardError) as refused:
         reshard.inspect(tmp_path / "saved")
     assert refused.value.code == "source.unsupported"

@@ -26,7 +26,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.execute.sinks.control_objects import ControlObjects
-from reshard_engine.formats.dcp.metadata.parse import metadata_of, parse_metadata, parts_of_nodes, parts_with_runs
+from reshard_engine.formats.dcp_files.metadata.parse import metadata_of, parse_metadata, parts_of_nodes, parts_with_runs
 from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
 from reshard_engine.formats.weight_files import read_index

@@ -17,9 +17,14 @@ from hypothesis import given, settings, strategies as st
 from house import dcp_stand_ins as d, dcp_streams as streams
 from house.dcp_mutations import ROOM, agree, assert_equal, framed, mutated, opcodes
 from reshard.errors import SourceError
-from reshard_engine.formats.dcp.metadata import parse
-from reshard_engine.formats.dcp.metadata.model import BytesEntry, Metadata
-from reshard_engine.formats.dcp.metadata.parse import metadata_limits, parse_metadata, parts_of_nodes, parts_with_runs
+from reshard_engine.formats.dcp_files.metadata import parse
+from reshard_engine.formats.dcp_files.metadata.model import BytesEntry, Metadata
+from reshard_engine.formats.dcp_files.metadata.parse import (
+    metadata_limits,
+    parse_metadata,
+    parts_of_nodes,
+    parts_with_runs,
+)
 
 
 def parsed(value: Any, *, protocol: int = 4) -> Metadata:

@@ -10,44 +10,15 @@ from dataclasses import dataclass, field
 from reshard.dcp_options import Framework
 from reshard.errors import counted
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
+from reshard_engine.formats.dcp_files.metadata.model import METADATA_FILE, RANK_METADATA, SUFFIX
+from reshard_engine.formats.dcp_files.tensors import OpaqueTensor
 from reshard_engine.formats.trainer_files import TrainerFacts
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
-from reshard_engine.pickles.trees import foreign_paths
 from reshard_engine.storage.protocol import Listing
-from reshard_engine.tensors.dtypes import Dtype
 
 KeyPath = tuple[str | int, ...]
 ODD_STATE = "optimizer.state.*."
 """The beginning of the name of a state that only torch has a place for."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpaqueChunk:
-    """A chunk of an opaque tensor: a box in global coordinates, in elements, and the object that the file holds."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    value: Node
-
-
-@dataclass(frozen=True, slots=True)
-class OpaqueTensor:
-    """A tensor of a class of its own, such as a quantized state of an optimizer.
-
-    It is made of tensors whose blocks may not fit other boxes, so its chunks stay as they are.
-    """
-
-    kind: str
-    """The class."""
-    dtype: Dtype
-    """The element type that it stands for."""
-    shape: tuple[int, ...]
-    chunks: tuple[OpaqueChunk, ...]
-
-    @property
-    def is_foreign(self) -> bool:
-        """True if the class is not on the allow-list of pickles."""
-        return any(foreign_paths(chunk.value, "") for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +108,10 @@ def facts_of(checkpoint: Checkpoint) -> DcpFacts | None:
 
 # Names of files and directories of distributed checkpoints.
 #
-# Source: torch 2.13.0 `distributed/checkpoint/filesystem.py` (`.metadata`, `__RANK_NUMBER.distcp`; `__RANK.metadata` of
-# `use_collectives=False`), `distributed/checkpoint/_hf_utils.py` (`_gen_file_name`); accelerate 1.15.0
+# Source: torch 2.13.0 `distributed/checkpoint/_hf_utils.py` (`_gen_file_name`); accelerate 1.15.0
 # `utils/constants.py` and `utils/fsdp_utils.py` (`pytorch_model_fsdp_0`, `optimizer_0`); pytorch-lightning 2.6.6
 # `strategies/fsdp.py` (`meta.pt`); megatron-core 0.16.1 `dist_checkpointing/core.py` (`metadata.json`, `common.pt`).
 
-METADATA = ".metadata"
-SUFFIX = ".distcp"
-OWN_STATE, BUFFERS = "reshard", "buffers"
-"""An attribute of `.metadata` that our own writer adds, as Megatron adds others; torch ignores it."""
-RANK_METADATA = re.compile(r"__(\d{1,7})\.metadata")
-"""A rank's own metadata, of a save without collectives."""
-DATA_FILE = re.compile(r"__(\d{1,7})_(\d{1,7})\.distcp")
 SHARD_FILE = re.compile(r"shard-(\d{5,7})-model-(\d{5,7})-of-(\d{5,7})\.safetensors")
 """A rank's file of the Hugging Face storage writer."""
 MODEL_DIRECTORY = re.compile(r"pytorch_model_fsdp_(\d{1,4})")
@@ -163,7 +126,7 @@ def names_of(listing: Listing) -> dict[str, int]:
 
 def is_shard(name: str) -> bool:
     """True for a file of shards, or their metadata."""
-    return name == METADATA or name.endswith(SUFFIX) or RANK_METADATA.fullmatch(name) is not None
+    return name == METADATA_FILE or name.endswith(SUFFIX) or RANK_METADATA.fullmatch(name) is not None
 
 
 def is_distributed(listing: Listing) -> bool:

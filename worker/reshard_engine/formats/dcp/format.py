@@ -12,9 +12,9 @@ from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.formats.dcp.facts import DATA_FILE, METADATA, SHARD_FILE, SUFFIX, DcpFacts, facts_of
+from reshard_engine.formats.dcp.facts import SHARD_FILE, DcpFacts, facts_of
+from reshard_engine.formats.dcp.reader.huggingface_shards import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
-from reshard_engine.formats.dcp.reader.tensors import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.state_tree import (
     OF_ONE_FILE,
     TARGET_KEYS,
@@ -24,6 +24,7 @@ from reshard_engine.formats.dcp.state_tree import (
     read_torch_tree,
 )
 from reshard_engine.formats.dcp.writer.writer import DcpWriter, WholeFilesWriter, writes_named_files
+from reshard_engine.formats.dcp_files.metadata.model import DATA_FILE, METADATA_FILE, SUFFIX
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.formats.trainer_files import read_companions, trainer_facts
 from reshard_engine.pickles.nodes import Node, PLiteral, PTensor, mapping_items
@@ -44,7 +45,7 @@ class Dcp(Format):
     name = "dcp"
     readers: ClassVar[tuple[Reader, ...]] = (TrainerReader(), DcpReader(), HuggingFaceShardsReader())
     of_training = True
-    files = KnownFiles(entries=(METADATA, "pytorch_model_fsdp_0"), suffixes=(SUFFIX,), needed=(METADATA,))
+    files = KnownFiles(entries=(METADATA_FILE, "pytorch_model_fsdp_0"), suffixes=(SUFFIX,), needed=(METADATA_FILE,))
     targets = ("dcp", "torch_save")
     takes_choices = True
 

@@ -18,11 +18,11 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.formats.carried import named, of_the_format
 from reshard_engine.formats.dcp.facts import ODD_STATE, facts_of, nested
-from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, is_adam
 from reshard_engine.formats.dcp.reader.reader import saved_state_in
-from reshard_engine.formats.dcp.reader.saved_state import CarriedValues, SavedTensor, open_values
-from reshard_engine.formats.dcp.reader.tensors import ChunkTensors
+from reshard_engine.formats.dcp_files.metadata.model import KeyPath
+from reshard_engine.formats.dcp_files.saved_state import CarriedValues, SavedTensor, open_values
+from reshard_engine.formats.dcp_files.tensors import ChunkTensors
 from reshard_engine.formats.numbered import optimizers_in
 from reshard_engine.formats.torch_archive import scalar_node, tree_template
 from reshard_engine.formats.trainer_files import trainer_facts

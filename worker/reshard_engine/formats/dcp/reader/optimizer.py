@@ -17,9 +17,9 @@ from reshard.choices import ParamOrder
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import ParamGroup, Question, Undecided
 from reshard_engine.formats.dcp.facts import nested
-from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape
-from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue
+from reshard_engine.formats.dcp_files.metadata.model import KeyPath
+from reshard_engine.formats.dcp_files.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.model_weights import name_without_adapter, plain_name, plain_names
 from reshard_engine.formats.numbered import in_models_order, only_way
 from reshard_engine.pickles.nodes import (

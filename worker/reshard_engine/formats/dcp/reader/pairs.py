@@ -30,12 +30,12 @@ from reshard.errors import RequestError, SourceError, listed, printable
 from reshard_engine.checkpoint import Agreement, Buffer, OptimizerState, Parameter, Question, Scalar, Undecided
 from reshard_engine.containers.source_file import CachedFile, SourceFile, open_all
 from reshard_engine.containers.zip_reader import read_zip_directory
-from reshard_engine.formats.dcp.facts import OpaqueTensor, nested
-from reshard_engine.formats.dcp.metadata.model import Column
+from reshard_engine.formats.dcp.facts import nested
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel, NodeOf, OptimizerEntries, Order, ReadOptimizer
 from reshard_engine.formats.dcp.reader.roles import LEAST_DIMS, ModelEntries, Pair, is_trainable, may_be_quantized
-from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue
-from reshard_engine.formats.dcp.reader.tensors import ChunkTensors
+from reshard_engine.formats.dcp_files.metadata.model import Column
+from reshard_engine.formats.dcp_files.saved_state import Item, SavedTensor, SavedValue
+from reshard_engine.formats.dcp_files.tensors import ChunkTensors, OpaqueTensor
 from reshard_engine.formats.model_weights import checked_name, checked_state, which_are_buffers
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.dtypes import FLOAT32

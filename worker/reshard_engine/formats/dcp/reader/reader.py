@@ -19,12 +19,12 @@ from reshard_engine.formats.dcp.facts import (
     names_of,
     nested,
 )
-from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.optimizers import loadable_scheduler
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel
 from reshard_engine.formats.dcp.reader.pairs import KNOWN_BUFFERS, NamedBuffers, Reading, ReadPair, Tensors, read_pair
 from reshard_engine.formats.dcp.reader.roles import Pair, choose, key_of, no_such_place, sort_roles
-from reshard_engine.formats.dcp.reader.saved_state import (
+from reshard_engine.formats.dcp_files.metadata.model import KeyPath
+from reshard_engine.formats.dcp_files.saved_state import (
     CarriedValues,
     Item,
     SavedState,
@@ -33,7 +33,7 @@ from reshard_engine.formats.dcp.reader.saved_state import (
     open_values,
     read_state,
 )
-from reshard_engine.formats.dcp.reader.tensors import ChunkTensors
+from reshard_engine.formats.dcp_files.tensors import ChunkTensors
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.model_weights import compiled_names
 from reshard_engine.formats.trainer_files import META, TRAINER_STATE, Companions, beside, is_scheduler, read_companions

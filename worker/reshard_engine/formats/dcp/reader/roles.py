@@ -20,9 +20,9 @@ from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Question, Undecided
 from reshard_engine.formats.dcp.facts import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY
-from reshard_engine.formats.dcp.metadata.model import KeyPath, TensorEntry
 from reshard_engine.formats.dcp.reader.optimizer import GROUPS, NamesOfModel, NodeOf, OptimizerEntries, Shape
-from reshard_engine.formats.dcp.reader.saved_state import Item, SavedState, SavedTensor
+from reshard_engine.formats.dcp_files.metadata.model import KeyPath, TensorEntry
+from reshard_engine.formats.dcp_files.saved_state import Item, SavedState, SavedTensor
 from reshard_engine.pickles.nodes import PList, PTuple, is_mapping
 from reshard_engine.tensors.dtypes import Dtype
 

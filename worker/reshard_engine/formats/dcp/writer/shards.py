@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from reshard.choices import OpaquePolicy
-from reshard_engine.formats.dcp.facts import BUFFERS, METADATA, OWN_STATE
 from reshard_engine.formats.dcp.writer.state_dict import (
     KeyPath,
     Kind,
@@ -26,6 +25,7 @@ from reshard_engine.formats.dcp.writer.state_dict import (
     ValueEntry,
     key_of,
 )
+from reshard_engine.formats.dcp_files.metadata.model import BUFFERS, METADATA_FILE, OWN_STATE
 from reshard_engine.formats.torch_archive import StorageRecord, output_tensor, tree_template, zip_template
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PLiteral, PObject, PTuple, mapping_of
@@ -235,7 +235,7 @@ class Shards:
         names = [f"__{rank}_0.distcp" for rank in range(len(files))]
         laid = [file.target(prefix + name) for file, name in zip(files, names, strict=True)]
         metadata = metadata_bytes([saved[number] for number in range(len(entries))], names, counters)
-        return [*laid, TargetFile(f"{prefix}{METADATA}", literal_template(metadata), (), commit=True)]
+        return [*laid, TargetFile(f"{prefix}{METADATA_FILE}", literal_template(metadata), (), commit=True)]
 
     def _count(self, entries: Sequence[StateEntry]) -> int:
         size = sum(prod(e.shape) * e.dtype.itemsize_bytes for e in entries if isinstance(e, TensorEntry))

@@ -11,8 +11,9 @@ from typing import Literal
 from reshard.dcp_options import MissingMoments
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
-from reshard_engine.formats.dcp.facts import DcpFacts, OpaqueTensor, facts_of, nested
+from reshard_engine.formats.dcp.facts import DcpFacts, facts_of, nested
 from reshard_engine.formats.dcp.optimizers import STEP, begins_as_zeros, is_adam, keeps_like
+from reshard_engine.formats.dcp_files.tensors import OpaqueTensor
 from reshard_engine.pickles.nodes import (
     Node,
     PDict,

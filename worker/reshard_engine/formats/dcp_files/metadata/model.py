@@ -8,6 +8,7 @@ Source: torch 2.13.0 `distributed/checkpoint/metadata.py` (`Metadata`, `TensorSt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -21,6 +22,19 @@ from reshard_engine.pickles.nodes import Global, Node, PDict, PObject, PTuple, k
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 from reshard_engine.tensors.shard_map import index_at
+
+# Names of the files of a directory.
+#
+# Source: torch 2.13.0 `distributed/checkpoint/filesystem.py` (`.metadata`, `__RANK_NUMBER.distcp`; `__RANK.metadata` of
+# `use_collectives=False`).
+
+METADATA_FILE = ".metadata"
+SUFFIX = ".distcp"
+OWN_STATE, BUFFERS = "reshard", "buffers"
+"""An attribute of `.metadata` that our own writer adds, as Megatron adds others; torch ignores it."""
+RANK_METADATA = re.compile(r"__(\d{1,7})\.metadata")
+"""A rank's own metadata, of a save without collectives."""
+DATA_FILE = re.compile(r"__(\d{1,7})_(\d{1,7})\.distcp")
 
 Column = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]

@@ -27,7 +27,7 @@ import numpy as np
 from reshard.errors import SourceError, StorageError, listed, printable
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import open_torch_file
-from reshard_engine.formats.dcp.metadata.model import BytesEntry, Column, Metadata, Narrow
+from reshard_engine.formats.dcp_files.metadata.model import BytesEntry, Column, Metadata, Narrow
 from reshard_engine.pickles.nodes import Global, PTensor, configured_limits, kind_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rebuild import MadeOfTensors, made_of_tensors

@@ -20,15 +20,16 @@ import numpy as np
 
 from reshard.choices import OpaquePolicy
 from reshard.errors import SourceError, printable
-from reshard_engine.formats.dcp.facts import BUFFERS, OWN_STATE
-from reshard_engine.formats.dcp.metadata import model as names
-from reshard_engine.formats.dcp.metadata.cursor import ATTRIBUTES, CLASSES, Run, Window
-from reshard_engine.formats.dcp.metadata.model import (
+from reshard_engine.formats.dcp_files.metadata import model as names
+from reshard_engine.formats.dcp_files.metadata.cursor import ATTRIBUTES, CLASSES, Run, Window
+from reshard_engine.formats.dcp_files.metadata.model import (
+    BUFFERS,
     MAX_DIMS,
     MAX_KEY_CHARS,
     MAX_NUMBER,
     NO_OFFSET,
     NO_TRANSFORM,
+    OWN_STATE,
     Chunks,
     Column,
     KeyPath,
@@ -48,7 +49,7 @@ from reshard_engine.formats.dcp.metadata.model import (
     size_of,
     text_items,
 )
-from reshard_engine.formats.dcp.metadata.runs import (
+from reshard_engine.formats.dcp_files.metadata.runs import (
     ChunkRun,
     PlaceReader,
     PlaceRun,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from reshard_engine.formats.dcp.metadata import model as names
-from reshard_engine.formats.dcp.metadata.cursor import (
+from reshard_engine.formats.dcp_files.metadata import model as names
+from reshard_engine.formats.dcp_files.metadata.cursor import (
     MAX_DIMS,
     OPENED,
     Cursor,
@@ -26,7 +26,7 @@ from reshard_engine.formats.dcp.metadata.cursor import (
     record_positions,
     record_starts,
 )
-from reshard_engine.formats.dcp.metadata.model import MAX_NUMBER, NO_OFFSET, Column, Narrow
+from reshard_engine.formats.dcp_files.metadata.model import MAX_NUMBER, NO_OFFSET, Column, Narrow
 from reshard_engine.pickles.nodes import Global, Node, PObject, PTuple
 
 # Reads runs of chunks: the objects in the list of a tensor's chunks.

@@ -17,10 +17,18 @@ from reshard.errors import SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Counters
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import SharedPickles, TorchFile, open_torch_file, place_of
-from reshard_engine.formats.dcp.facts import METADATA, RANK_METADATA, SUFFIX
-from reshard_engine.formats.dcp.metadata.model import BytesEntry, Column, KeyPath, Metadata, TensorEntry
-from reshard_engine.formats.dcp.metadata.parse import parse_metadata
-from reshard_engine.formats.dcp.reader.records import decompressed, refuse_other_streams
+from reshard_engine.formats.dcp_files.metadata.model import (
+    METADATA_FILE,
+    RANK_METADATA,
+    SUFFIX,
+    BytesEntry,
+    Column,
+    KeyPath,
+    Metadata,
+    TensorEntry,
+)
+from reshard_engine.formats.dcp_files.metadata.parse import parse_metadata
+from reshard_engine.formats.dcp_files.records import decompressed, refuse_other_streams
 from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import rewrite
@@ -132,14 +140,14 @@ def read_state(location: Location, listing: Listing, *, folder: str = "") -> Sav
 
 def _metadata_names(location: Location, infos_by_name: Mapping[str, ObjectInfo]) -> list[str]:
     """The metadata files of a directory: the one of the whole save, or one for each rank."""
-    if METADATA in infos_by_name:
-        return [METADATA]
+    if METADATA_FILE in infos_by_name:
+        return [METADATA_FILE]
     ranks = {int(m[1]): n for n in infos_by_name if (m := RANK_METADATA.fullmatch(n))}
     if not ranks:
         count = sum(n.endswith(SUFFIX) for n in infos_by_name)
         raise SourceError(
             "checkpoint.incomplete",
-            f"{printable(location.url)} has {counted(count, 'file')} *{SUFFIX} and no `{METADATA}`: "
+            f"{printable(location.url)} has {counted(count, 'file')} *{SUFFIX} and no `{METADATA_FILE}`: "
             "the save did not finish",
             fix=f"resume from an older checkpoint; if the save did finish, {_COPY_AGAIN}",
         )

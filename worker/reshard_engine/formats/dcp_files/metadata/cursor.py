@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from reshard_engine.formats.dcp.metadata import model as names
-from reshard_engine.formats.dcp.metadata.model import MAX_NUMBER, Column
+from reshard_engine.formats.dcp_files.metadata import model as names
+from reshard_engine.formats.dcp_files.metadata.model import MAX_NUMBER, Column
 
 Flags = npt.NDArray[np.bool_]
 MAX_DIMS = 8
