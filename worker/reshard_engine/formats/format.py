@@ -152,6 +152,14 @@ class Format:
     whole_models: ClassVar[bool] = False
     """True if targets of this format should contain the whole model."""
 
+    def owns(self, location: Location, listing: Listing) -> bool:
+        """True if a directory whose names a reader recognises is of this format: some names are of several formats."""
+        return True
+
+    def tracked_tag(self, location: Location, listing: Listing) -> str | None:
+        """The directory that a tracker of this format's runs names as the newest checkpoint; None if there is none."""
+        return None
+
     def holds_shards(self, listing: Listing) -> bool:
         """True for files of ranks, each of which looks like weights of its own."""
         return False

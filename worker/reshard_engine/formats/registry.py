@@ -16,6 +16,7 @@ from reshard_engine.formats.deepspeed.format import DeepSpeed
 from reshard_engine.formats.format import Format, Writer
 from reshard_engine.formats.fsdp_ranks.format import FsdpRanks
 from reshard_engine.formats.full_state_dict.format import FullStateDict
+from reshard_engine.formats.megatron.format import Megatron
 from reshard_engine.formats.peft.format import Peft
 from reshard_engine.formats.torch_checkpointing.format import TorchCheckpointing
 from reshard_engine.formats.torch_files import TorchFiles
@@ -27,6 +28,7 @@ _BUILT_IN: tuple[Format, ...] = (
     DeepSpeed(),
     FsdpRanks(),
     FullStateDict(),
+    Megatron(),
     TorchCheckpointing(),
     Weights(),
     Peft(),

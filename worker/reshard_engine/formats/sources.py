@@ -30,10 +30,9 @@ from reshard_engine.storage.urls import canonical_url, is_within
 
 # Recognises checkpoints that are not read yet by the names of their files, and says what reads them today.
 #
-# Source: megatron-core 0.16.1 `dist_checkpointing/core.py` (`metadata.json`, `common.pt`); Megatron-LM
-# `training/checkpointing.py` (`latest_checkpointed_iteration.txt`, `iter_0000010/mp_rank_00/model_optim_rng.pt`); verl
-# 0.9.1 `trainer/ppo/ray_trainer.py` (`global_step_3/actor` beside a tracker with Megatron's name); SkyRL
-# `skyrl_train/trainer.py` (the same under another name).
+# Source: Megatron-LM `training/checkpointing.py` (`latest_checkpointed_iteration.txt`,
+# `iter_0000010/mp_rank_00/model_optim_rng.pt`); verl 0.9.1 `trainer/ppo/ray_trainer.py` (`global_step_3/actor` beside a
+# tracker with Megatron's name); SkyRL `skyrl_train/trainer.py` (the same under another name).
 
 _MEGATRON_RANK = re.compile(r"mp_rank_\d+(_\d+)?(_\d+)?")
 _MEGATRON_STEP = re.compile(r"iter_\d+|release")
@@ -51,8 +50,6 @@ _MEGATRON_FIX = (
 def unsupported_kind(location: Location, listing: Listing) -> SourceError | None:
     """The error for a directory of a known kind that is not supported; None for any other directory."""
     names = listing.by_name.keys()
-    if {"metadata.json", "common.pt"} <= names:
-        return _error(location, "a distributed checkpoint of megatron-core", _MEGATRON_FIX)
     # verl's runs have a tracker of the same name beside directories of its own.
     tracked = _TRACKER in names and not any(map(_VERL_STEP.fullmatch, listing.directories))
     by_step = any(map(_MEGATRON_STEP.fullmatch, listing.directories))
@@ -107,7 +104,7 @@ def _recognise(
             continue
         for known in (f for f in formats() if f.of_training is wanted):
             for reader in known.readers:
-                if reader.recognises(listing):
+                if reader.recognises(listing) and known.owns(location, listing):
                     return Found(location, listing, tag, known, reader)
     return None
 
@@ -169,8 +166,8 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
             return _pointed(location, listing, pointer, name)
     if (here := _recognise(location, listing, None, of_training=(False,))) is not None:
         return here
-    if (other := unsupported_kind(location, listing)) is not None:
-        raise other
+    if (tracked := _tracked(location, listing)) is not None:
+        return tracked
     below = _Below(location)
     details = _models(location, below, listing)
     known = _tag_fix(below, listing) or _below_fix(location, below, listing)
@@ -183,6 +180,20 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         fix=known or _of_ranks(listing) or "name the directory that holds `latest`, the rank files or the weights",
         details=details,
     )
+
+
+def _tracked(location: Location, listing: Listing) -> Found | None:
+    """The newest checkpoint of a run, as the tracker of a format names it.
+
+    Raises:
+        SourceError: `source.unsupported` for a directory of a known kind that is not supported.
+    """
+    for tag in (tag for known in formats() if (tag := known.tracked_tag(location, listing)) is not None):
+        if (found := _recognise_child(location, tag)) is not None:
+            return found
+    if (other := unsupported_kind(location, listing)) is not None:
+        raise other
+    return None
 
 
 def _names_to_say(listing: Listing) -> str:

@@ -267,6 +267,17 @@ def mapping_items(node: Node, *, what: str) -> dict[str | int, Node]:
     return found
 
 
+def namespace_items(node: Node, *, what: str = "args") -> Mapping[str | int, Node]:
+    """The attributes of an `argparse.Namespace`; an empty mapping for any other node.
+
+    Raises:
+        SourceError: As `mapping_items`.
+    """
+    if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "argparse.Namespace":
+        return mapping_items(node.state, what=what) if is_mapping(node.state) else {}
+    return {}
+
+
 def ordered_dict(items: Mapping[str, Node]) -> PObject:
     """An OrderedDict node with these entries."""
     node = PObject("reduce", Global("collections", "OrderedDict"), PTuple(), depth=3)

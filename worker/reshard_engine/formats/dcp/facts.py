@@ -116,7 +116,6 @@ SHARD_FILE = re.compile(r"shard-(\d{5,7})-model-(\d{5,7})-of-(\d{5,7})\.safetens
 """A rank's file of the Hugging Face storage writer."""
 MODEL_DIRECTORY = re.compile(r"pytorch_model_fsdp_(\d{1,4})")
 OPTIMIZER_DIRECTORY = re.compile(r"optimizer_(\d{1,4})")
-_MEGATRON = frozenset({"metadata.json", "common.pt"})
 
 
 def names_of(listing: Listing) -> dict[str, int]:
@@ -130,11 +129,8 @@ def is_shard(name: str) -> bool:
 
 
 def is_distributed(listing: Listing) -> bool:
-    """True if a directory holds files of torch's distributed checkpoints, and they are not Megatron's."""
-    names = names_of(listing)
-    if names.keys() >= _MEGATRON:
-        return False
-    return any(map(is_shard, names))
+    """True if a directory holds files of torch's distributed checkpoints."""
+    return any(map(is_shard, names_of(listing)))
 
 
 # The nested form of a state dict that torch flattened.

@@ -18,7 +18,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Agreement, Scalar
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import SharedPickles, open_torch_file
-from reshard_engine.formats.dcp_files.metadata.model import Column
+from reshard_engine.formats.dcp_files.metadata.model import Column, TensorEntry
 from reshard_engine.formats.dcp_files.records import ChunkRecords, Kind, find_places
 from reshard_engine.formats.dcp_files.saved_state import CarriedValues, SavedTensor
 from reshard_engine.pickles.nodes import Node
@@ -159,18 +159,40 @@ class ChunkTensors:
                 that is made of several.
         """
         entry = saved[0].entry
+        chunks = self._plain_chunks(fqn, state, saved)
+        if self._is_strided(chunks) and len(chunks.row) == 1 and tuple(chunks.boxes[0, 1].tolist()) == entry.shape:
+            return self._part(fqn, state, chunks, 0, saved[0])
+        return add_boxes(self._builder, LogicalTensor(fqn, state, entry.dtype, entry.shape), self._held(chunks, entry))
+
+    def boxes(self, fqn: str, state: str, saved: Sequence[SavedTensor]) -> Boxes:
+        """The boxes of a tensor that becomes several ones, each once; the tensor itself is not registered.
+
+        Raises:
+            SourceError: `source.unsupported`, among others for a tensor that is made of several.
+        """
+        return self._held(self._plain_chunks(fqn, state, saved), saved[0].entry)
+
+    def _plain_chunks(self, fqn: str, state: str, saved: Sequence[SavedTensor]) -> _Chunks:
+        entry = saved[0].entry
         if (kind := self.class_of(saved)) is not None:
             raise SourceError(
                 "source.unsupported",
                 f"{printable(entry.key)} is not a plain tensor, but a {printable(kind)}",
                 fix="save it as a plain tensor (dequantized), or leave it out of the state dict",
             )
-        chunks = self._without_copies(fqn, state, self._chunks(saved), entry.shape, saved[0])
-        strided = [r for r in chunks.row.tolist() if r in self._places.strides]
-        if strided:
-            return self._add_strided(fqn, state, chunks, saved[0])
-        held = Boxes(chunks.boxes, chunks.file, chunks.offset)
-        return add_boxes(self._builder, LogicalTensor(fqn, state, entry.dtype, entry.shape), held)
+        return self._without_copies(fqn, state, self._chunks(saved), entry.shape, saved[0])
+
+    def _is_strided(self, chunks: _Chunks) -> bool:
+        return any(row in self._places.strides for row in chunks.row.tolist())
+
+    def _held(self, chunks: _Chunks, entry: TensorEntry) -> Boxes:
+        if self._is_strided(chunks):
+            raise SourceError(
+                "source.unsupported",
+                f"chunks of {printable(entry.key)} are not in row-major order, as those of a transposed parameter",
+                fix="make the parameter contiguous before it is sharded, and save again",
+            )
+        return Boxes(chunks.boxes, chunks.file, chunks.offset)
 
     def _chunks(self, saved: Sequence[SavedTensor]) -> _Chunks:
         boxes, files, rows = list[Column](), list[Column](), list[Column]()
@@ -212,13 +234,3 @@ class ChunkTensors:
         stride = self._places.strides.get(int(chunks.row[at]))
         self._builder.whole(number, file=int(chunks.file[at]), offset=int(chunks.offset[at]), stride=stride)
         return number
-
-    def _add_strided(self, fqn: str, state: str, chunks: _Chunks, saved: SavedTensor) -> int:
-        entry = saved.entry
-        if len(chunks.row) == 1 and tuple(chunks.boxes[0, 1].tolist()) == entry.shape:
-            return self._part(fqn, state, chunks, 0, saved)
-        raise SourceError(
-            "source.unsupported",
-            f"chunks of {printable(entry.key)} are not in row-major order, as those of a transposed parameter",
-            fix="make the parameter contiguous before it is sharded, and save again",
-        )

@@ -25,7 +25,16 @@ from reshard_engine.formats.deepspeed.files import (
     VERSION,
 )
 from reshard_engine.formats.format import RunFacts
-from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PTensorRef, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import (
+    Node,
+    PList,
+    PObject,
+    PTensorRef,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    namespace_items,
+)
 from reshard_engine.pickles.trees import KeyPath, nested_dict
 
 # Names in Megatron-DeepSpeed's checkpoints. Readers, writers and `diff` use them.
@@ -54,13 +63,6 @@ LAYOUT_ARGS = (
     VOCAB_DIVISOR_ARG,
 )
 """Arguments that name the layout. Writers set them for the target's layout; `diff` does not compare them."""
-
-
-def namespace_items(node: Node) -> Mapping[str | int, Node]:
-    """The attributes of an `argparse.Namespace`; an empty mapping for any other node."""
-    if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "argparse.Namespace":
-        return mapping_items(node.state, what=ARGS) if is_mapping(node.state) else {}
-    return {}
 
 
 def with_args(node: Node, values: Mapping[str, Node]) -> Node:

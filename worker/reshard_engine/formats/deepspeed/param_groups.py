@@ -22,13 +22,21 @@ from reshard.errors import RequestError, SourceError, counted, printable
 from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, ParamGroup
 from reshard_engine.formats.carried import named
-from reshard_engine.formats.deepspeed.facts import ARGS, DeepSpeedFacts, facts_of, namespace_items
+from reshard_engine.formats.deepspeed.facts import ARGS, DeepSpeedFacts, facts_of
 from reshard_engine.formats.deepspeed.files import PARAM_SHAPES
 from reshard_engine.formats.deepspeed.native.target import Target
 from reshard_engine.formats.deepspeed.optimizer import is_muons, muons_order
 from reshard_engine.formats.deepspeed.parallel.experts import expert_of, experts_by_layer, fuse_experts, is_expert_group
 from reshard_engine.formats.torch_archive import tree_template
-from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of, plain_value
+from reshard_engine.pickles.nodes import (
+    Node,
+    PList,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    namespace_items,
+    plain_value,
+)
 from reshard_engine.tensors.layout import TargetFile
 
 MAX_GROUP_ELEMS = 178_956_971

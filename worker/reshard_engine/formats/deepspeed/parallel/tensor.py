@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import RequestError, SourceError, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.formats.deepspeed.facts import ARGS, namespace_items
+from reshard_engine.formats.deepspeed.facts import ARGS
 from reshard_engine.formats.deepspeed.files import INFO
 from reshard_engine.formats.deepspeed.native.target import LocalParameter
 from reshard_engine.formats.deepspeed.parallel.rules import (
@@ -33,7 +33,7 @@ from reshard_engine.formats.deepspeed.parallel.rules import (
 )
 from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.formats.deepspeed.rank_files import ModelStates
-from reshard_engine.pickles.nodes import Node, is_mapping, plain_value
+from reshard_engine.pickles.nodes import Node, is_mapping, namespace_items, plain_value
 from reshard_engine.tensors.cuts import Cut, CutError, local_grid, parts, require_units, rows_of, taken
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import ZEROS

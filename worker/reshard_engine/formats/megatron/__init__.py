@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-core: `torch_dist`, with the optimizer."""

@@ -1,0 +1,176 @@
+"""What is not a tensor in a checkpoint of Megatron-core: arguments, param groups, the scheduler, counters.
+
+Up to 0.18 it is `common.pt`, from 0.19 on the entry `common_state`, a list of one dict. Both hold the same dict. Param
+groups do not list their parameters: each loading run makes them anew by its own rule, and matches them by the fields
+that identify a group.
+
+Source: megatron-core 0.16.1 and 0.19.2 `dist_checkpointing/serialization.py`, `optimizer/__init__.py`
+(`_get_param_groups`: no weight decay for biases and parameters of one dimension), `optimizer/optimizer.py`
+(`ChainedOptimizer`: one dict for each, with expert parallelism); Megatron-LM `training/checkpointing.py`
+(`generate_state_dict`); verified by running both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from reshard.errors import listed, printable
+from reshard_engine.checkpoint import Counters, OptimizerState, ParamGroup, Question, Scalar, Undecided
+from reshard_engine.formats.megatron.names import EXPERT
+from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, namespace_items, sequence_items
+
+GROUPS = "param_groups"
+_STEP = "step"
+_ASSUMED = (
+    "Megatron-core saves no members of param groups: parameters are grouped by its default rule, no weight decay for "
+    "biases and one-dimensional parameters"
+)
+_LEAVE_OUT = "--to safetensors takes the weights alone, if the run had a rule of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class CommonState:
+    """The dict of everything that is not a tensor."""
+
+    items: Mapping[str | int, Node]
+    args: Mapping[str | int, Node]
+    """Arguments of the run by name; empty where the training script saved none."""
+
+    @classmethod
+    def of(cls, node: Node, what: str) -> CommonState:
+        """The state in a pickle's tree.
+
+        Raises:
+            SourceError: `checkpoint.malformed`.
+        """
+        items = mapping_items(node, what=what)
+        return cls(items, namespace_items(items.get("args")))
+
+    def number(self, name: str) -> int | None:
+        """An argument that is a positive integer; None where there is none of that name."""
+        value = self.args.get(name)
+        return value if type(value) is int and value > 0 else None
+
+    @property
+    def sharding_type(self) -> str | None:
+        """How the distributed optimizer was saved (`distrib_optim_sharding_type`); None where nothing says it."""
+        for key, name in (
+            ("content_metadata", "distrib_optim_sharding_type"),
+            ("optimizer", "param_state_sharding_type"),
+        ):
+            held = self.items.get(key)
+            said = mapping_items(held, what=key).get(name) if is_mapping(held) else None
+            if isinstance(said, str):
+                return said
+        return None
+
+    def counters(self) -> Counters:
+        """Steps and samples of the run."""
+        steps, samples = self.items.get("iteration"), self.args.get("consumed_train_samples")
+        return Counters(
+            steps=steps if type(steps) is int and steps >= 0 else None,
+            samples=samples if type(samples) is int and samples >= 0 else None,
+        )
+
+    def world(self) -> dict[str, int]:
+        """The ranks of the run by kind of parallelism, as far as its arguments say them."""
+        kinds = {"tp": "tensor_model", "pp": "pipeline_model", "ep": "expert_model", "cp": "context", "dp": "data"}
+        sizes = {short: self.number(f"{name}_parallel_size") for short, name in kinds.items()}
+        always = ("tp", "pp", "dp")
+        return {short: size for short, size in sizes.items() if size is not None and (size > 1 or short in always)}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadGroups:
+    """The param groups, and the group of each parameter."""
+
+    state: OptimizerState
+    group: Mapping[str, int] = field(default_factory=dict[str, int])
+    steps: Sequence[Scalar | None] = ()
+    """The count of steps of each group."""
+    assumed: tuple[Undecided, ...] = ()
+    undecided: tuple[Undecided, ...] = ()
+
+
+def read_groups(common: CommonState, trained: Mapping[str, int], more: Sequence[Node] = ()) -> ReadGroups:
+    """The param groups of a checkpoint, and the parameters that its optimizer owns, by Megatron's rule.
+
+    Args:
+        common: The state that is not a tensor.
+        trained: Parameters with optimizer states, each with its number of dimensions.
+        more: Optimizers' dicts that lie outside of the common state.
+
+    Raises:
+        SourceError: `checkpoint.malformed`.
+    """
+    found = [g for node in (common.items.get("optimizer"), *more) for g in _groups_in(node)]
+    if not found:
+        return ReadGroups(OptimizerState(()))
+    members, problem = _members(found, trained)
+    state = OptimizerState(
+        tuple(ParamGroup({k: v for k, v in g.items() if k not in ("params", _STEP)}) for g in found),
+        decoupled_weight_decay=_is_decoupled(common),
+    )
+    steps = [_step_of(g) for g in found]
+    if problem:
+        return ReadGroups(
+            state, dict.fromkeys(trained, 0), steps, undecided=(Undecided(Question.GROUPS, problem, _LEAVE_OUT),)
+        )
+    said = (Undecided(Question.GROUPS, _ASSUMED, _LEAVE_OUT),) if len({*members.values()}) > 1 else ()
+    return ReadGroups(state, members, steps, assumed=said)
+
+
+def _groups_in(node: Node) -> Iterator[dict[str | int, Node]]:
+    """The param groups in an optimizer's dict, in the dicts of chained ones in their order, or in none of them."""
+    if isinstance(node, PList | PTuple):
+        for one in sequence_items(node, what="optimizer"):
+            yield from _groups_in(one)
+        return
+    if not is_mapping(node):
+        return
+    items = mapping_items(node, what="optimizer")
+    if GROUPS in items:
+        yield from (mapping_items(g, what=GROUPS) for g in sequence_items(items[GROUPS], what=GROUPS))
+    elif "optimizer" in items:
+        yield from _groups_in(items["optimizer"])
+    else:
+        for number in sorted(k for k in items if isinstance(k, int)):
+            yield from _groups_in(items[number])
+
+
+def _members(groups: Sequence[Mapping[str | int, Node]], trained: Mapping[str, int]) -> tuple[dict[str, int], str]:
+    """The group of each parameter, and the reason why the rule does not find them; empty where it does."""
+    of_experts = any(g.get("is_expert_parallel") is True for g in groups)
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for number, group in enumerate(groups):
+        decay = group.get("wd_mult", group.get("pre_wd_mult"))
+        if not isinstance(decay, int | float) or isinstance(decay, bool):
+            return {}, f"param group {number} has no wd_mult, which says which parameters are in it"
+        kinds.setdefault((group.get("is_expert_parallel") is True, decay != 0), []).append(number)
+    if several := [numbers for numbers in kinds.values() if len(numbers) > 1]:
+        return {}, (
+            f"the param groups {listed([str(n) for n in several[0]])} have the same weight decay, and nothing says "
+            "which parameters are in which"
+        )
+    found: dict[str, int] = {}
+    for name, dims in trained.items():
+        decays = not (name.endswith(".bias") or dims == 1)
+        kind = (of_experts and EXPERT.fullmatch(name) is not None, decays)
+        if kind not in kinds:
+            what = "with" if decays else "without"
+            return {}, f"no param group {what} weight decay is there for {printable(name)}"
+        found[name] = kinds[kind][0]
+    return found, ""
+
+
+def _step_of(group: Mapping[str | int, Node]) -> Scalar | None:
+    step = group.get(_STEP)
+    return Scalar(step) if isinstance(step, int | float) and not isinstance(step, bool) and step >= 0 else None
+
+
+def _is_decoupled(common: CommonState) -> bool | None:
+    """True for AdamW, which Megatron takes for Adam unless `decoupled_weight_decay` says otherwise."""
+    if common.args.get("optimizer") != "adam":
+        return None
+    return common.args.get("decoupled_weight_decay", True) is not False

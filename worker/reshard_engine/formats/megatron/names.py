@@ -1,0 +1,103 @@
+"""Names of Megatron-core's models: which parameters an entry of `torch_dist` stands for, and what they are called here.
+
+Here each layer and each expert has a parameter of its own. They are counted over the whole model, and have the names of
+the local layers: `decoder.layers.3.input_layernorm.weight`, `decoder.layers.3.mlp.experts.local_experts.5` and so on.
+Rows of query, key and value lie in Megatron's order (for each group its queries, its key, its value), and `linear_fc1`
+of a gated unit is all of the gate, then all of the other half.
+
+Source: megatron-core 0.16.1 and 0.19.2 `transformer/transformer_block.py` (`sharded_state_dict`: equal layers are one
+entry with an axis in front), `transformer/transformer_layer.py` (`sharded_state_dict_keys_map`: local norms have the
+names of Transformer Engine's), `transformer/mlp.py` (`apply_swiglu_sharded_factory`: `_w` and `_v` with
+`singleton_local_shards`), `transformer/moe/experts.py`; verified by running both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from reshard.errors import SourceError, printable
+from reshard_engine.formats.model_weights import checked_name
+
+MAX_LAYERS = 1 << 16
+"""Layers, and experts of a layer, that one entry may stand for."""
+_LAYERS = re.compile(r"(?:(.*)\.)?layers\.(?!\d+\.)(.+)")
+"""An entry of equal layers; others have a number there."""
+_EXPERTS = re.compile(r"(.*\bmlp\.experts)\.experts\.(?:(\d+)\.)?(.+)")
+_NORMS: Mapping[str, str] = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Norms that Transformer Engine joins with the layer behind them, and their names in local layers."""
+_HALVES = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+"""Parameters with a row for each token, behind which Megatron adds rows until tensor parallelism divides them."""
+BUFFERS = re.compile(r".*\.router\.(?:expert_bias|local_tokens_per_expert)")
+"""Tensors of a router that no optimizer owns: `register_buffer` of `transformer/moe/router.py`."""
+EXPERT = re.compile(r".*\.mlp\.experts\..*")
+"""Parameters that expert parallelism distributes; shared experts and routers are none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A parameter within an entry of the checkpoint."""
+
+    name: str
+    index: tuple[int, ...] = ()
+    """Numbers of its layer and its expert: where it lies along the first axes of the entry."""
+    layer: int | None = None
+    """Number of the layer within its block; None outside of layers."""
+
+
+def entries_of(key: str, shape: Sequence[int]) -> list[Entry]:
+    """The parameters that an entry of this shape holds, in the order of its elements.
+
+    Raises:
+        SourceError: `checkpoint.malformed` for an entry of layers or experts that has no axis for them, or too many;
+            `name.invalid`.
+    """
+    found = [Entry(key)]
+    if (layers := _LAYERS.fullmatch(key)) is not None:
+        head = f"{layers[1]}.layers" if layers[1] else "layers"
+        found = [Entry(f"{head}.{i}.{layers[2]}", (i,), i) for i in _axis(key, shape, 0)]
+    elif (numbered := re.fullmatch(r"(?:.*\.)?layers\.(\d{1,6})\..+", key)) is not None:
+        found = [Entry(key, (), int(numbered[1]))]
+    return [Entry(checked_name(_local(e.name)), e.index, e.layer) for one in found for e in _experts(key, one, shape)]
+
+
+def _experts(key: str, one: Entry, shape: Sequence[int]) -> Iterator[Entry]:
+    match = _EXPERTS.fullmatch(one.name)
+    if match is None:
+        yield one
+        return
+    head, number, rest = match.groups()
+    if number is not None:
+        yield Entry(f"{head}.local_experts.{number}.{rest}", one.index, one.layer)
+        return
+    for expert in _axis(key, shape, len(one.index)):
+        yield Entry(f"{head}.local_experts.{expert}.{rest}", (*one.index, expert), one.layer)
+
+
+def _axis(key: str, shape: Sequence[int], dim: int) -> range:
+    if len(shape) <= dim or not 0 < shape[dim] <= MAX_LAYERS:
+        raise SourceError(
+            "checkpoint.malformed",
+            f"{printable(key)} is {tuple(shape)}, and its name says that axis {dim} counts layers or experts",
+            fix="the metadata is damaged: copy the checkpoint again",
+        )
+    return range(shape[dim])
+
+
+def _local(name: str) -> str:
+    for engine, local in _NORMS.items():
+        head, found, tail = name.partition(engine)
+        if found and tail in ("weight", "bias"):
+            return f"{head}{local}{tail}"
+    return name
+
+
+def half_of(name: str) -> tuple[str, int] | None:
+    """The whole parameter of one half of a gated unit, and the half's number; None for every other name."""
+    match = _HALVES.fullmatch(name)
+    return None if match is None else (match[1], "wv".index(match[2]))

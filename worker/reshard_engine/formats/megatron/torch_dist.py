@@ -1,0 +1,381 @@
+"""Reads `torch_dist`, Megatron-core's distributed checkpoints: parameters, masters, moments, and the run's state.
+
+The tensors are those of a distributed checkpoint of torch under names of Megatron's own: `decoder.layers.mlp.…` has an
+axis of layers in front, `optimizer.state.exp_avg.decoder.…` is a moment of it. The chunks of all ranks are boxes of
+these tensors, so that nothing here asks for the layout of the run.
+
+Source: megatron-core 0.16.1 and 0.19.2 `dist_checkpointing/strategies/torch.py` (`mcore_to_pyt_state_dict`: keys, and
+`KEY/shard_OFFSETS_SHAPE` for objects), `optimizer/distrib_optimizer.py` (`sharded_param_state_fully_reshardable`),
+`optimizer/optimizer.py` (`fp32_param` of a plain optimizer); verified by running both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from reshard.errors import SourceError, counted, printable
+from reshard.models.jobs import NotCarried
+from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, FormatFacts, Parameter
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import TreeTensors, open_torch_file
+from reshard_engine.formats.carried import named
+from reshard_engine.formats.dcp_files.metadata.model import METADATA_FILE
+from reshard_engine.formats.dcp_files.saved_state import (
+    CarriedValues,
+    SavedState,
+    SavedTensor,
+    SavedValue,
+    open_values,
+    read_state,
+)
+from reshard_engine.formats.dcp_files.tensors import ChunkTensors
+from reshard_engine.formats.format import ReadOptions
+from reshard_engine.formats.megatron.common import CommonState, ReadGroups, read_groups
+from reshard_engine.formats.megatron.names import BUFFERS, MAX_LAYERS, VOCABULARY, Entry, entries_of, half_of
+from reshard_engine.formats.model_weights import checked_state
+from reshard_engine.pickles.nodes import Node, PList
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing
+from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.tensors.shard_map import Boxes, LogicalTensor, ShardMapBuilder, add_boxes
+
+DESCRIPTION = "metadata.json"
+COMMON = "common.pt"
+_COMMON_ENTRY = "common_state"
+_STATES = "optimizer.state."
+_BUCKETS = "optimizer.distributed."
+_MASTERS = ("param", "fp32_param")
+_OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
+"""The key of one object of several: the object's place among them, and how many there are along each axis."""
+_EXTRA_STATE = "._extra_state"
+_RANDOM = "rng_state"
+_EXTRA_REASON = "extra states of modules, which only Megatron-core reads: they hold scales of FP8, or nothing"
+_RANDOM_REASON = "random states of Megatron-core's ranks, which only a run of the same layout takes"
+_OBJECT_REASON = "an object that only Megatron-core reads"
+_BUCKETS_REASON = (
+    "its optimizer is in buckets of data-parallel ranks (dp_reshardable, the default of Megatron-core), which reshard "
+    "does not read yet"
+)
+_COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
+_DAMAGED = (
+    "the optimizer state does not belong to these weights; megatron-core 0.15.3 to 0.19.2 saves it so with several "
+    "padded buckets (Megatron-LM#5077): --to safetensors takes the weights, or resume from an older checkpoint"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFacts(FormatFacts):
+    """What only Megatron-core keeps."""
+
+    common: CommonState
+    random_states: Mapping[tuple[int, ...], Node] = field(default_factory=dict[tuple[int, ...], Node])
+    """Random states by pipeline and tensor-parallel rank."""
+
+    def own_state(self) -> Mapping[str | int, Node]:
+        """The arguments of the run, its random states, and the rest of the common state."""
+        known = {"optimizer", "opt_param_scheduler", "iteration"}
+        own = {k: v for k, v in self.common.items.items() if k not in known}
+        return own | ({_RANDOM: f"of {counted(len(self.random_states), 'rank')}"} if self.random_states else {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of one parameter, as boxes of files."""
+
+    entry: Entry
+    state: str
+    boxes: Boxes
+    dtype: Dtype
+    shape: tuple[int, ...]
+
+    def rows(self, begin: int, end: int) -> _Stored:
+        """The indices `[begin, end)` of the first axis, in coordinates that begin there."""
+        boxes = self.boxes.boxes
+        offset, size = boxes[:, 0, 0], boxes[:, 1, 0]
+        first, last = np.maximum(offset, begin), np.minimum(offset + size, end)
+        kept = last > first
+        inner = boxes[kept].copy()
+        skipped = (first - offset)[kept] * inner[:, 1, 1:].prod(axis=1)
+        inner[:, 0, 0], inner[:, 1, 0] = (first - begin)[kept], (last - first)[kept]
+        place = self.boxes.offset[kept] + skipped * self.dtype.itemsize_bytes
+        return replace(self, boxes=Boxes(inner, self.boxes.file[kept], place), shape=(end - begin, *self.shape[1:]))
+
+    def within(self, entry: Entry) -> _Stored:
+        """The tensor of one layer, or of one expert, of an entry that has axes for them."""
+        found = replace(self, entry=entry)
+        for at in entry.index:
+            one = found.rows(at, at + 1)
+            boxes = Boxes(one.boxes.boxes[:, :, 1:], one.boxes.file, one.boxes.offset)
+            found = replace(one, boxes=boxes, shape=one.shape[1:])
+        return found
+
+    def added(self, builder: ShardMapBuilder) -> int:
+        """Register the tensor; returns its number."""
+        return add_boxes(builder, LogicalTensor(self.entry.name, self.state, self.dtype, self.shape), self.boxes)
+
+
+class TorchDistReader:
+    """Reads a directory that `dist_checkpointing.save` wrote with the backend `torch_dist`."""
+
+    family = "megatron"
+
+    def recognises(self, listing: Listing) -> bool:
+        """True if the directory has Megatron's description beside torch's metadata; `is_torch_dist` reads it."""
+        return {DESCRIPTION, METADATA_FILE} <= listing.by_name.keys()
+
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
+        """Read the model, its optimizer and the run's state.
+
+        Raises:
+            SourceError: `checkpoint.*`, `pickle.*`, `zip.*`, `source.unsupported`, `name.invalid`.
+        """
+        return _Assembly(location, listing, options).checkpoint()
+
+
+class _Assembly:
+    """One checkpoint being put together."""
+
+    def __init__(self, location: Location, listing: Listing, options: ReadOptions) -> None:
+        self._url, self._options = location.url, options
+        self._state = read_state(location, listing)
+        self._builder = ShardMapBuilder()
+        self._files: list[SourceFile] = list(self._state.files)
+        self._values = {v.entry.key: v for v in self._state.values}
+        self._carried = CarriedValues(self._builder)
+        self._common = CommonState.of(self._common_node(location, listing), COMMON)
+        self._chunks = ChunkTensors(self._builder, self._state.files, self._wanted(self._state), options.ledger)
+        self._order: dict[str, None] = {}
+        self._weights: dict[str, int] = {}
+        self._moments: dict[str, dict[str, int]] = {}
+        self._padding: dict[str, dict[str, int]] = {}
+
+    @staticmethod
+    def _wanted(state: SavedState) -> list[SavedTensor]:
+        return [t for t in state.tensors if not t.entry.key.startswith(_BUCKETS)]
+
+    def _common_node(self, location: Location, listing: Listing) -> Node:
+        """The common state: a file up to 0.18, an object of the distributed checkpoint from 0.19 on.
+
+        Source: megatron-core 0.19.2 `dist_checkpointing/serialization.py` (`load_common_state_dict` asks for the file
+        first).
+        """
+        if (info := listing.by_name.get(COMMON)) is not None:
+            parsed = open_torch_file(SourceFile(location.store, COMMON, (info,)), self._options.ledger)
+            self._files.append(parsed.file)
+            return TreeTensors(self._builder, {parsed.file: len(self._files) - 1}).carried(parsed.root, parsed)
+        value = self._values.get(f"{_COMMON_ENTRY}/shard_0_1")
+        if value is None:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{printable(self._url)} has neither `{COMMON}` nor the entry {_COMMON_ENTRY}: one of them holds the "
+                "param groups and counters of the run",
+                fix=_COPY_AGAIN,
+            )
+        return _only_one(self._opened([value])[0], _COMMON_ENTRY)
+
+    def _opened(self, values: Sequence[SavedValue]) -> list[Node]:
+        parsed = open_values(self._files, values, self._options.ledger)
+        files = [v.part.first_file + v.entry.file for v in values]
+        return [self._carried.carried(one, file) for one, file in zip(parsed, files, strict=True)]
+
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint of everything that was read."""
+        self._read_tensors()
+        groups, unread = self._read_groups()
+        parameters, buffers, unproven = self._parameters(groups)
+        random_states, not_carried = self._objects()
+        common = self._common
+        scheduler = common.items.get("opt_param_scheduler")
+        version = common.args.get("megatron_version")
+        return Checkpoint(
+            url=self._url,
+            tag=self._options.tag,
+            format="megatron-torch-dist",
+            framework_version=version if isinstance(version, str) else None,
+            world=common.world(),
+            files=tuple(self._files),
+            shard_map=self._builder.build(),
+            parameters=tuple(parameters),
+            buffers=tuple(buffers),
+            shared={},
+            optimizer=None if groups is None else groups.state,
+            foreign_globals=tuple(sorted(self._options.ledger.foreign)),
+            warnings=tuple(self._warnings()),
+            agreements=(*self._chunks.agreements, *_roundings(parameters)),
+            counters=common.counters(),
+            schedulers=() if scheduler is None else (scheduler,),
+            module_names=tuple(n for n in self._order if n in self._weights),
+            not_carried=tuple(not_carried),
+            facts=MegatronFacts(common, random_states),
+            undecided=() if groups is None else groups.undecided,
+            assumed=() if groups is None else groups.assumed,
+            unproven=frozenset(unproven),
+            no_optimizer=unread,
+        )
+
+    # Tensors.
+
+    def _read_tensors(self) -> None:
+        """Register every tensor of the model and of the optimizer, layer by layer."""
+        halves: dict[tuple[str, str], list[SavedTensor | None]] = {}
+        found: list[_Stored] = []
+        for tensor in self._wanted(self._state):
+            key, state = _key_and_state(tensor.entry.key)
+            if (half := half_of(key)) is None:
+                boxes = self._chunks.boxes(key, state, [tensor])
+                found += self._taken(key, _Stored(Entry(key), state, boxes, tensor.entry.dtype, tensor.entry.shape))
+            else:
+                halves.setdefault((half[0], state), [None, None])[half[1]] = tensor
+        for (key, state), pair in halves.items():
+            found += self._taken(key, self._joined(key, state, pair))
+        # The model's order: what is before the layers, the layers, and what is behind them.
+        begin = next((at for at, one in enumerate(found) if one.entry.layer is not None), 0)
+        outside = [-1 if at < begin else MAX_LAYERS for at in range(len(found))]
+        layers = [one.entry.layer if one.entry.layer is not None else outside[at] for at, one in enumerate(found)]
+        for at in sorted(range(len(found)), key=layers.__getitem__):
+            self._register(found[at])
+
+    def _joined(self, key: str, state: str, pair: Sequence[SavedTensor | None]) -> _Stored:
+        """A gated unit whose halves were saved apart: the gate's rows, and then those of the other half."""
+        kinds = {None if half is None else (half.entry.shape, half.entry.dtype) for half in pair}
+        first, second = pair
+        if len(kinds) > 1 or first is None or second is None:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"of {printable(key)} the halves _w and _v are not both there, or differ in shape or type",
+                fix=_COPY_AGAIN,
+            )
+        one, other = (self._chunks.boxes(key, state, [half]) for half in (first, second))
+        shape, moved = first.entry.shape, other.boxes.copy()
+        # Axes of layers and experts are in front of the rows.
+        dim = len(shape) - (1 if key.endswith(".bias") else 2)
+        moved[:, 0, dim] += shape[dim]
+        boxes, file, offset = (
+            np.concatenate(columns)
+            for columns in ((one.boxes, moved), (one.file, other.file), (one.offset, other.offset))
+        )
+        whole = tuple(2 * n if d == dim else n for d, n in enumerate(shape))
+        return _Stored(Entry(key), state, Boxes(boxes, file, offset), first.entry.dtype, whole)
+
+    def _taken(self, key: str, stored: _Stored) -> list[_Stored]:
+        """The parameters of one entry."""
+        layers, shape = self._common.number("num_layers"), stored.shape
+        entries = entries_of(key, shape)
+        if key.startswith("decoder.layers.") and entries[0].index and layers not in (None, shape[0]):
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(key)} has {shape[0]} layers, and the run's arguments say {layers}",
+                fix="the files are of different saves: copy those of one save",
+            )
+        return [stored.within(entry) for entry in entries]
+
+    def _register(self, stored: _Stored) -> None:
+        name, state, rows = stored.entry.name, stored.state, self._common.number("vocab_size")
+        self._order.setdefault(name)
+        if name in VOCABULARY and rows is not None and stored.shape and rows < stored.shape[0]:
+            padding = stored.rows(rows, stored.shape[0])
+            self._padding.setdefault(name, {})[state] = padding.added(self._builder)
+            stored = stored.rows(0, rows)
+        number = stored.added(self._builder)
+        held, key = (self._weights, name) if state == "weight" else (self._moments.setdefault(name, {}), state)
+        if held.setdefault(key, number) != number:
+            raise SourceError("checkpoint.ambiguous", f"{printable(state)} of {printable(name)} comes twice")
+
+    # Parameters.
+
+    def _read_groups(self) -> tuple[ReadGroups | None, str]:
+        if any(t.entry.key.startswith(_BUCKETS) for t in self._state.tensors):
+            return None, _BUCKETS_REASON
+        if not self._moments:
+            return None, ""
+        tensors = self._builder.tensors
+        trained = {n: len(tensors[next(iter(s.values()))].shape) for n, s in self._moments.items()}
+        return read_groups(self._common, trained), ""
+
+    def _parameters(self, groups: ReadGroups | None) -> tuple[list[Parameter], list[Buffer], list[str]]:
+        parameters, buffers, unproven = list[Parameter](), list[Buffer](), list[str]()
+        for name in self._order:
+            weight, states = self._weights.get(name), self._moments.get(name, {})
+            if BUFFERS.fullmatch(name) and weight is not None and not states:
+                buffers.append(Buffer(name, weight))
+                continue
+            number = weight if weight is not None else next(iter(states.values()))
+            group = None if groups is None or not states else groups.group.get(name)
+            if groups is not None and not states:
+                unproven.append(name)
+            step = None if groups is None or group is None or not groups.steps else groups.steps[group]
+            parameters.append(
+                Parameter(
+                    name,
+                    self._builder.tensors[number].shape,
+                    group,
+                    weight,
+                    states=states if groups is not None else {},
+                    scalars={} if step is None else {"step": step},
+                    padding=self._padding.get(name, {}),
+                )
+            )
+        return parameters, buffers, unproven
+
+    def _warnings(self) -> Iterable[str]:
+        padded = any(n in VOCABULARY for n in self._order) and self._common.number("padded_vocab_size") is not None
+        if padded and self._common.number("vocab_size") is None:
+            yield "the files do not say how many rows of the vocabulary are padding: all of them are kept"
+
+    # Objects.
+
+    def _objects(self) -> tuple[dict[tuple[int, ...], Node], list[NotCarried]]:
+        """Random states by rank, and what is left of the objects."""
+        kinds: Counter[str] = Counter()
+        random: dict[tuple[int, ...], SavedValue] = {}
+        not_carried: list[NotCarried] = []
+        for key, value in self._values.items():
+            match = _OBJECT.fullmatch(key)
+            name = key if match is None else match[1]
+            if name == _COMMON_ENTRY or name.startswith(_BUCKETS):
+                continue
+            if name == _RANDOM and match is not None:
+                random[tuple(map(int, match[2].split(".")))] = value
+            elif name.endswith(_EXTRA_STATE):
+                kinds[name] += 1
+            else:
+                not_carried += named([key], _OBJECT_REASON)
+        if kinds:
+            not_carried.append(
+                NotCarried(path=f"*{_EXTRA_STATE} ({counted(kinds.total(), 'object')})", reason=_EXTRA_REASON)
+            )
+        opened = self._opened([*random.values()])
+        return {place: _only_one(node, _RANDOM) for place, node in zip(random, opened, strict=True)}, not_carried
+
+
+def _key_and_state(key: str) -> tuple[str, str]:
+    """The model's key of an entry, and the state: `weight` for the model's own tensor."""
+    if not key.startswith(_STATES):
+        return key, "weight"
+    state, _, rest = key[len(_STATES) :].partition(".")
+    return rest, "fp32" if state in _MASTERS else checked_state(state)
+
+
+def _only_one(node: Node, what: str) -> Node:
+    """The object in a list of one, as Megatron saves objects.
+
+    Raises:
+        SourceError: `checkpoint.malformed`.
+    """
+    if isinstance(node, PList) and len(node.items) == 1:
+        return node.items[0]
+    raise SourceError("checkpoint.malformed", f"{what} is not a list of one object", fix=_COPY_AGAIN)
+
+
+def _roundings(parameters: Iterable[Parameter]) -> Iterable[Agreement]:
+    """Agreements that find states of other weights: each weight in the model's dtype is its rounded master."""
+    for p in parameters:
+        if p.weight is not None and "fp32" in p.states:
+            yield Agreement(
+                p.fqn, "fp32", p.states["fp32"], p.weight, "the weight of that name", rounded=True, fix=_DAMAGED
+            )
