@@ -171,6 +171,14 @@ class ReplicaPolicy(StrEnum):
     """The copy of the lowest rank wins; the others are reported."""
 
 
+class DamagedPolicy(StrEnum):
+    """Policies for optimizer states that a framework saved at wrong places."""
+
+    REFUSE = "refuse"
+    DROP_OPTIMIZER = "drop-optimizer"
+    """The weights are read alone."""
+
+
 class JobKind(StrEnum):
     """The kinds of jobs."""
 

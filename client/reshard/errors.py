@@ -112,6 +112,7 @@ CODES: Mapping[str, CodeEntry] = {
         422, ExitCode.REFUSED, "No rule says how tensor parallelism cuts the parameters."
     ),
     "checkpoint.disagreement": _source("Copies of a value that must be equal differ."),
+    "checkpoint.damaged": _source("Optimizer states are not those of the weights beside them."),
     "rules.invalid": _source("The rules file cannot be read."),
     "rules.ambiguous": _source("Two rules match one parameter."),
     "rules.contradiction": _source("A rule does not fit the parameter's parts."),

@@ -27,6 +27,7 @@ ENTRY_POINT_GROUP = "reshard.formats"
 BUILT_IN = (
     "deepspeed",
     "fsdp_ranks",
+    "megatron",
     "full_state_dict",
     "torch_checkpointing",
     "weights",

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from reshard.choices import (
     DTYPE_NAMES,
+    DamagedPolicy,
     NameScheme,
     OpaquePolicy,
     OverflowPolicy,
@@ -486,6 +487,23 @@ class FsdpRanksOptions(FormatOptions):
     """The version of FSDP that the run uses. Files of FSDP1 are written for verl, from verl's files of FSDP1."""
 
 
+class MegatronOptions(FormatOptions):
+    """Options of checkpoints of Megatron-core."""
+
+    joined_later = True
+
+    damaged: Annotated[
+        DamagedPolicy | None,
+        Option(
+            "Megatron-core: optimizer states that are not those of the weights; default: refuse.",
+            Section.SOURCE,
+            12,
+            label="Damaged optimizer states",
+        ),
+    ] = None
+    """What becomes of optimizer states that Megatron-core saved at wrong places (several padded buckets)."""
+
+
 class WeightsOptions(FormatOptions):
     """Options of consolidated weights."""
 
@@ -568,6 +586,7 @@ class Options(RequestModel):
 
     deepspeed: DeepSpeedOptions = Field(default_factory=DeepSpeedOptions)
     fsdp_ranks: FsdpRanksOptions = Field(default_factory=FsdpRanksOptions)
+    megatron: MegatronOptions = Field(default_factory=MegatronOptions)
     weights: WeightsOptions = Field(default_factory=WeightsOptions)
     peft: PeftOptions = Field(default_factory=PeftOptions)
 

@@ -41,9 +41,9 @@ class RankCase:
         return found
 
 
-def rank_case(name: str, place: Path) -> RankCase:
+def rank_case(name: str, place: Path, *, folder: str = "rank_files") -> RankCase:
     """The checkpoint with this name, unpacked in `place`; the test is skipped if it is not here."""
-    archive = real_checkpoint(f"rank_files/{name}.tar.xz")
+    archive = real_checkpoint(f"{folder}/{name}.tar.xz")
     if not (place / name).exists():
         with tarfile.open(archive) as files:
             files.extractall(place, filter="data")

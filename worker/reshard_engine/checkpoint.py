@@ -184,6 +184,8 @@ class Agreement:
     """True if `first` is used in any case, so that a difference is only reported."""
     fix: str = ""
     """What helps against a difference; empty where nothing but the rules of tensor parallelism decides it."""
+    code: str = "checkpoint.disagreement"
+    """The code of the error for a difference: a format may know what caused it."""
 
 
 class Question(StrEnum):
@@ -196,11 +198,20 @@ class Question(StrEnum):
     """The names of parameters that the optimizer numbers."""
     GROUPS = "groups"
     """The order of the optimizer's param groups."""
+    MEMBERS = "members"
+    """The parameters of each param group."""
     BUFFERS = "buffers"
     """The tensors that are buffers. All others that no optimizer trains are frozen parameters."""
 
 
-OF_TRAINING = (Question.OPTIMIZER, Question.SCHEDULER, Question.ORDER, Question.GROUPS, Question.BUFFERS)
+OF_TRAINING = (
+    Question.OPTIMIZER,
+    Question.SCHEDULER,
+    Question.ORDER,
+    Question.GROUPS,
+    Question.MEMBERS,
+    Question.BUFFERS,
+)
 """The questions that do not matter to targets which hold all weights."""
 
 

@@ -149,8 +149,8 @@ def judge_agreements(checkpoint: Checkpoint, texts: Sequence[str | None], policy
     """The warnings of all comparisons, which `difference` gave, in the order of the agreements.
 
     Raises:
-        SourceError: `checkpoint.disagreement` under the policy `error`, and under any policy if a weight differs from
-        its rounded master: then the parts were put together wrongly.
+        SourceError: `checkpoint.disagreement`, or the agreement's own code, under the policy `error`, and under any
+            policy if a weight differs from its rounded master: then the parts were put together wrongly.
     """
     found = list(zip(checkpoint.agreements, texts, strict=True))
     wrong = [(a, text) for a, text in found if text is not None]
@@ -161,7 +161,7 @@ def judge_agreements(checkpoint: Checkpoint, texts: Sequence[str | None], policy
         agreement, text = fatal[0]
         names = sorted({printable(a.fqn) for a, _ in fatal})
         raise SourceError(
-            "checkpoint.disagreement",
+            agreement.code,
             f"of {counted(len(found), 'tensor')} that must agree, {counted(len(fatal), 'differs', 'differ')}, "
             f"in {counted(len(names), 'parameter')}: {text}",
             fix=agreement.fix or "the rules of tensor parallelism or the files are wrong: see --rules"

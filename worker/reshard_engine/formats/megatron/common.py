@@ -115,9 +115,9 @@ def read_groups(common: CommonState, trained: Mapping[str, int], more: Sequence[
     steps = [_step_of(g) for g in found]
     if problem:
         return ReadGroups(
-            state, dict.fromkeys(trained, 0), steps, undecided=(Undecided(Question.GROUPS, problem, _LEAVE_OUT),)
+            state, dict.fromkeys(trained, 0), steps, undecided=(Undecided(Question.MEMBERS, problem, _LEAVE_OUT),)
         )
-    said = (Undecided(Question.GROUPS, _ASSUMED, _LEAVE_OUT),) if len({*members.values()}) > 1 else ()
+    said = (Undecided(Question.MEMBERS, _ASSUMED, _LEAVE_OUT),) if len({*members.values()}) > 1 else ()
     return ReadGroups(state, members, steps, assumed=said)
 
 

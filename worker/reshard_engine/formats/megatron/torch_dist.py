@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from reshard.errors import SourceError, counted, printable
+from reshard.errors import SourceError, counted, listed, printable
 from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, FormatFacts, Parameter
 from reshard_engine.containers.source_file import SourceFile
@@ -62,9 +62,11 @@ _BUCKETS_REASON = (
     "does not read yet"
 )
 _COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
-_DAMAGED = (
-    "the optimizer state does not belong to these weights; megatron-core 0.15.3 to 0.19.2 saves it so with several "
-    "padded buckets (Megatron-LM#5077): --to safetensors takes the weights, or resume from an older checkpoint"
+DAMAGED = "checkpoint.damaged"
+_DAMAGED_FIX = (
+    "--damaged drop-optimizer takes the weights alone, which are right; or resume from an older checkpoint. "
+    "Megatron-core 0.15.3 to 0.19.2 saves such states where a gradient buffer has several padded buckets "
+    "(Megatron-LM#5077)"
 )
 
 
@@ -293,6 +295,12 @@ class _Assembly:
             return None, _BUCKETS_REASON
         if not self._moments:
             return None, ""
+        if alone := sorted(self._moments.keys() - self._weights.keys()):
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{counted(len(alone), 'parameter has', 'parameters have')} states and no weight: {listed(alone)}",
+                fix=_COPY_AGAIN,
+            )
         tensors = self._builder.tensors
         trained = {n: len(tensors[next(iter(s.values()))].shape) for n, s in self._moments.items()}
         return read_groups(self._common, trained), ""
@@ -377,5 +385,6 @@ def _roundings(parameters: Iterable[Parameter]) -> Iterable[Agreement]:
     for p in parameters:
         if p.weight is not None and "fp32" in p.states:
             yield Agreement(
-                p.fqn, "fp32", p.states["fp32"], p.weight, "the weight of that name", rounded=True, fix=_DAMAGED
-            )
+                p.fqn, "fp32", p.states["fp32"], p.weight, "the weight of that name", rounded=True, fix=_DAMAGED_FIX,
+                code=DAMAGED,
+            )  # fmt: skip

@@ -83,7 +83,7 @@ class Peft(Format):
 
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """All but the model. The optimizer tells frozen parameters from others, if those are to be left out."""
-        return (Question.SCHEDULER, Question.GROUPS) if request.exclude_frozen else OF_TRAINING
+        return (Question.SCHEDULER, Question.GROUPS, Question.MEMBERS) if request.exclude_frozen else OF_TRAINING
 
     def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
         """The checkpoint with its adapter's configuration, or with the adapter merged."""
