@@ -178,6 +178,11 @@ class OptionKeywords(TypedDict, total=False):
     """Place of the model in the target, such as app.model; default: that of `framework`."""
     target_optimizer_key: str | None
     """Place of the optimizer in the target, such as app.optim; default: that of `framework`."""
+    target_scheduler_key: str | None
+    """With `to="torch_save"`, the key of the scheduler in the file; default: the source's, or lr_scheduler."""
+    target_param_order: ParamOrder | str | None
+    """With `to="torch_save"`, what the optimizer's numbers count: groups (default), as Optimizer.load_state_dict
+    takes them; or model, as Lightning's FSDP and ModelParallelStrategy do."""
 
 
 class ConversionKeywords(SourceKeywords, OptionKeywords, total=False):
@@ -200,7 +205,7 @@ class ConversionKeywords(SourceKeywords, OptionKeywords, total=False):
     trainer_files: PathLike | None
     """Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target."""
     torch_file: str | None
-    """With `to="torch_save"`, the name of the file."""
+    """With `to="torch_save"`, the name of the file; optimizer.pt for a Trainer without FSDP."""
     missing_moments: MissingMoments | str | None
     """Trained parameters without optimizer states: zero (default), omit, refuse."""
 
@@ -243,7 +248,7 @@ class ConvertOptions(OptionKeywords, total=False):
     trainer_files: str | None
     """Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target."""
     torch_file: str
-    """With `to="torch_save"`, the name of the file."""
+    """With `to="torch_save"`, the name of the file; optimizer.pt for a Trainer without FSDP."""
     missing_moments: MissingMoments | str
     """Trained parameters without optimizer states: zero (default), omit, refuse."""
 
