@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard.choices import ParamOrder
 from reshard.declared import Declared, choices_of_source, declared_options, options_of_source
+from reshard.installed_formats import BUILT_IN
 from reshard.option import parse_size, read_order, read_rules
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 '''
 _GIVEN: Mapping[Any, str] = {parse_size: "int | str", read_rules: "PathLike", read_order: "Order"}
 """What a keyword argument takes for an option whose flag is parsed, by what parses it."""
-_OURS = ("deepspeed", "fsdp_ranks", "weights", "peft", "dcp")
-"""The formats that reshard brings and that have options."""
+_OURS = (*BUILT_IN, "dcp")
+"""The formats that reshard brings; `dcp` comes by an entry point, as those of other packages do."""
 _NESTED = '''
     options: Options | Mapping[str, Any]
     """The options by format, nested as in requests; options of reshard's own formats may also be given unnested."""

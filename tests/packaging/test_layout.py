@@ -86,6 +86,9 @@ OF_OTHERS = {
         r"mp_rank_\d+(_\d+)?(_\d+)?",
         *(r"global_step_\d+", "global_step_", "latest_ckpt_global_step.txt"),
     },
+    # Names of Megatron-core, too.
+    "formats/megatron/torch_dist.py": {"rng_state"},
+    "formats/megatron/model.py": {"padded_vocab_size"},
     "pickles/policy.py": {  # the reviewed allow-list is one list
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",

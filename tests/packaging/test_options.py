@@ -68,6 +68,7 @@ SAMPLES: dict[str, Any] = {
     "param_order": "model",
     "pointer": True,
     "fsdp_version": 2,
+    "damaged": "drop-optimizer",
 }
 """Values of flags whose kind does not say one."""
 BYTES_KEPT = {

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from reshard.choices import (
+        DamagedPolicy,
         NameScheme,
         OpaquePolicy,
         OverflowPolicy,
@@ -104,6 +105,9 @@ class OptionKeywords(TypedDict, total=False):
 
     family: str | None
     """Built-in set of rules: gpt-megatron, llama-megatron, bloom."""
+    damaged: DamagedPolicy | str | None
+    """Megatron-core: optimizer states that are not those of the weights; default: refuse. One of `refuse`,
+    `drop-optimizer`."""
     dtype: WeightDtype | str | None
     """Type of weights; default: masters and all else as stored; `to="zero"`: as in the source. One of `fp32`,
     `bf16`, `fp16`."""
