@@ -30,7 +30,7 @@ from reshard_engine.execute.checks.source import check_agreements, check_source
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.server_copy import ServerCopier
-from reshard_engine.execute.sinks.opening import sink_at
+from reshard_engine.execute.sinks import sink_at
 from reshard_engine.execute.sinks.protocol import Sink
 from reshard_engine.formats.registry import check_request, known_files, writer_of
 from reshard_engine.formats.sources import pointed_tag
