@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.errors import listed, printable
+from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Counters, OptimizerState, ParamGroup, Question, Scalar, Undecided
 from reshard_engine.formats.megatron.names import EXPERT
 from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, namespace_items, sequence_items
@@ -174,3 +174,18 @@ def _is_decoupled(common: CommonState) -> bool | None:
     if common.args.get("optimizer") != "adam":
         return None
     return common.args.get("decoupled_weight_decay", True) is not False
+
+
+def only_one(node: Node, what: str) -> Node:
+    """The object in a list of one, as Megatron saves objects.
+
+    Raises:
+        SourceError: `checkpoint.malformed`.
+    """
+    if isinstance(node, PList) and len(node.items) == 1:
+        return node.items[0]
+    raise SourceError(
+        "checkpoint.malformed",
+        f"{what} is not a list of one object",
+        fix="copy the checkpoint again: `.metadata` is written last, when all files are there",
+    )

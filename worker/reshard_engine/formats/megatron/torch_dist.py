@@ -20,7 +20,7 @@ import numpy as np
 
 from reshard.errors import SourceError, counted, listed, printable
 from reshard.models.jobs import NotCarried
-from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, FormatFacts, Parameter
+from reshard_engine.checkpoint import Agreement, Checkpoint, FormatFacts, Parameter, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TreeTensors, open_torch_file
 from reshard_engine.formats.carried import named
@@ -35,10 +35,13 @@ from reshard_engine.formats.dcp_files.saved_state import (
 )
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors
 from reshard_engine.formats.format import ReadOptions
-from reshard_engine.formats.megatron.common import CommonState, ReadGroups, read_groups
-from reshard_engine.formats.megatron.names import BUFFERS, MAX_LAYERS, VOCABULARY, Entry, entries_of, half_of
+from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
+from reshard_engine.formats.megatron.buffers import LayoutError
+from reshard_engine.formats.megatron.common import CommonState, ReadGroups, only_one, read_groups
+from reshard_engine.formats.megatron.model import ModelBuilder
+from reshard_engine.formats.megatron.names import MAX_LAYERS, Entry, entries_of, half_of
 from reshard_engine.formats.model_weights import checked_state
-from reshard_engine.pickles.nodes import Node, PList
+from reshard_engine.pickles.nodes import Node
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import Dtype
@@ -48,7 +51,6 @@ DESCRIPTION = "metadata.json"
 COMMON = "common.pt"
 _COMMON_ENTRY = "common_state"
 _STATES = "optimizer.state."
-_BUCKETS = "optimizer.distributed."
 _MASTERS = ("param", "fp32_param")
 _OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 """The key of one object of several: the object's place among them, and how many there are along each axis."""
@@ -58,8 +60,10 @@ _EXTRA_REASON = "extra states of modules, which only Megatron-core reads: they h
 _RANDOM_REASON = "random states of Megatron-core's ranks, which only a run of the same layout takes"
 _OBJECT_REASON = "an object that only Megatron-core reads"
 _BUCKETS_REASON = (
-    "its optimizer is in buckets of data-parallel ranks (dp_reshardable, the default of Megatron-core), which reshard "
-    "does not read yet"
+    "its optimizer is in buckets of data-parallel ranks (dp_reshardable), which hold no names of parameters"
+)
+_WEIGHTS_ALONE = (
+    "--to safetensors takes the weights alone; or save once with --dist-ckpt-optim-fully-reshardable, which keeps names"
 )
 _COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
 DAMAGED = "checkpoint.damaged"
@@ -150,15 +154,15 @@ class _Assembly:
         self._values = {v.entry.key: v for v in self._state.values}
         self._carried = CarriedValues(self._builder)
         self._common = CommonState.of(self._common_node(location, listing), COMMON)
+        self._buckets = SavedBuckets(self._builder, self._state, options.ledger)
         self._chunks = ChunkTensors(self._builder, self._state.files, self._wanted(self._state), options.ledger)
-        self._order: dict[str, None] = {}
-        self._weights: dict[str, int] = {}
-        self._moments: dict[str, dict[str, int]] = {}
-        self._padding: dict[str, dict[str, int]] = {}
+        self._model = ModelBuilder(self._builder, self._common)
+        self._whole: dict[str, SavedWeight] = {}
+        self._undecided: tuple[Undecided, ...] = ()
 
     @staticmethod
     def _wanted(state: SavedState) -> list[SavedTensor]:
-        return [t for t in state.tensors if not t.entry.key.startswith(_BUCKETS)]
+        return [t for t in state.tensors if not is_of_buckets(t.entry.key)]
 
     def _common_node(self, location: Location, listing: Listing) -> Node:
         """The common state: a file up to 0.18, an object of the distributed checkpoint from 0.19 on.
@@ -178,7 +182,7 @@ class _Assembly:
                 "param groups and counters of the run",
                 fix=_COPY_AGAIN,
             )
-        return _only_one(self._opened([value])[0], _COMMON_ENTRY)
+        return only_one(self._opened([value])[0], _COMMON_ENTRY)
 
     def _opened(self, values: Sequence[SavedValue]) -> list[Node]:
         parsed = open_values(self._files, values, self._options.ledger)
@@ -189,7 +193,7 @@ class _Assembly:
         """The checkpoint of everything that was read."""
         self._read_tensors()
         groups, unread = self._read_groups()
-        parameters, buffers, unproven = self._parameters(groups)
+        parameters, buffers, unproven = self._model.parameters(groups)
         random_states, not_carried = self._objects()
         common = self._common
         scheduler = common.items.get("opt_param_scheduler")
@@ -207,14 +211,19 @@ class _Assembly:
             shared={},
             optimizer=None if groups is None else groups.state,
             foreign_globals=tuple(sorted(self._options.ledger.foreign)),
-            warnings=tuple(self._warnings()),
-            agreements=(*self._chunks.agreements, *_roundings(parameters)),
+            warnings=tuple(self._model.warnings()),
+            agreements=(
+                *self._chunks.agreements,
+                *self._buckets.agreements,
+                *self._model.agreements,
+                *roundings(parameters),
+            ),
             counters=common.counters(),
             schedulers=() if scheduler is None else (scheduler,),
-            module_names=tuple(n for n in self._order if n in self._weights),
+            module_names=tuple(n for n in self._model.order if n in self._model.weights),
             not_carried=tuple(not_carried),
             facts=MegatronFacts(common, random_states),
-            undecided=() if groups is None else groups.undecided,
+            undecided=self._undecided if groups is None else groups.undecided,
             assumed=() if groups is None else groups.assumed,
             unproven=frozenset(unproven),
             no_optimizer=unread,
@@ -277,63 +286,29 @@ class _Assembly:
         return [stored.within(entry) for entry in entries]
 
     def _register(self, stored: _Stored) -> None:
-        name, state, rows = stored.entry.name, stored.state, self._common.number("vocab_size")
-        self._order.setdefault(name)
-        if name in VOCABULARY and rows is not None and stored.shape and rows < stored.shape[0]:
+        name, state, model = stored.entry.name, stored.state, self._model
+        if state == "weight":
+            self._whole[name] = SavedWeight(stored.dtype, stored.shape, stored.boxes)
+        if (rows := model.data_rows(name, stored.shape)) is not None:
             padding = stored.rows(rows, stored.shape[0])
-            self._padding.setdefault(name, {})[state] = padding.added(self._builder)
+            model.padding.setdefault(name, {})[state] = padding.added(self._builder)
             stored = stored.rows(0, rows)
-        number = stored.added(self._builder)
-        held, key = (self._weights, name) if state == "weight" else (self._moments.setdefault(name, {}), state)
-        if held.setdefault(key, number) != number:
-            raise SourceError("checkpoint.ambiguous", f"{printable(state)} of {printable(name)} comes twice")
+        model.add(name, state, stored.added(self._builder))
 
     # Parameters.
 
     def _read_groups(self) -> tuple[ReadGroups | None, str]:
-        if any(t.entry.key.startswith(_BUCKETS) for t in self._state.tensors):
-            return None, _BUCKETS_REASON
-        if not self._moments:
+        if self._buckets.found:
+            try:
+                more = self._buckets.read(self._opened, self._whole, self._common, self._model)
+            except LayoutError as error:
+                reason = f"{_BUCKETS_REASON}, and their places in it are not proven: {error}"
+                self._undecided = (Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE),)
+                return None, reason
+            return read_groups(self._common, self._model.dims(), more), ""
+        if not self._model.states:
             return None, ""
-        if alone := sorted(self._moments.keys() - self._weights.keys()):
-            raise SourceError(
-                "checkpoint.incomplete",
-                f"{counted(len(alone), 'parameter has', 'parameters have')} states and no weight: {listed(alone)}",
-                fix=_COPY_AGAIN,
-            )
-        tensors = self._builder.tensors
-        trained = {n: len(tensors[next(iter(s.values()))].shape) for n, s in self._moments.items()}
-        return read_groups(self._common, trained), ""
-
-    def _parameters(self, groups: ReadGroups | None) -> tuple[list[Parameter], list[Buffer], list[str]]:
-        parameters, buffers, unproven = list[Parameter](), list[Buffer](), list[str]()
-        for name in self._order:
-            weight, states = self._weights.get(name), self._moments.get(name, {})
-            if BUFFERS.fullmatch(name) and weight is not None and not states:
-                buffers.append(Buffer(name, weight))
-                continue
-            number = weight if weight is not None else next(iter(states.values()))
-            group = None if groups is None or not states else groups.group.get(name)
-            if groups is not None and not states:
-                unproven.append(name)
-            step = None if groups is None or group is None or not groups.steps else groups.steps[group]
-            parameters.append(
-                Parameter(
-                    name,
-                    self._builder.tensors[number].shape,
-                    group,
-                    weight,
-                    states=states if groups is not None else {},
-                    scalars={} if step is None else {"step": step},
-                    padding=self._padding.get(name, {}),
-                )
-            )
-        return parameters, buffers, unproven
-
-    def _warnings(self) -> Iterable[str]:
-        padded = any(n in VOCABULARY for n in self._order) and self._common.number("padded_vocab_size") is not None
-        if padded and self._common.number("vocab_size") is None:
-            yield "the files do not say how many rows of the vocabulary are padding: all of them are kept"
+        return read_groups(self._common, self._model.dims()), ""
 
     # Objects.
 
@@ -345,7 +320,7 @@ class _Assembly:
         for key, value in self._values.items():
             match = _OBJECT.fullmatch(key)
             name = key if match is None else match[1]
-            if name == _COMMON_ENTRY or name.startswith(_BUCKETS):
+            if name == _COMMON_ENTRY or self._buckets.has_read(key):
                 continue
             if name == _RANDOM and match is not None:
                 random[tuple(map(int, match[2].split(".")))] = value
@@ -358,7 +333,7 @@ class _Assembly:
                 NotCarried(path=f"*{_EXTRA_STATE} ({counted(kinds.total(), 'object')})", reason=_EXTRA_REASON)
             )
         opened = self._opened([*random.values()])
-        return {place: _only_one(node, _RANDOM) for place, node in zip(random, opened, strict=True)}, not_carried
+        return {place: only_one(node, _RANDOM) for place, node in zip(random, opened, strict=True)}, not_carried
 
 
 def _key_and_state(key: str) -> tuple[str, str]:
@@ -369,18 +344,7 @@ def _key_and_state(key: str) -> tuple[str, str]:
     return rest, "fp32" if state in _MASTERS else checked_state(state)
 
 
-def _only_one(node: Node, what: str) -> Node:
-    """The object in a list of one, as Megatron saves objects.
-
-    Raises:
-        SourceError: `checkpoint.malformed`.
-    """
-    if isinstance(node, PList) and len(node.items) == 1:
-        return node.items[0]
-    raise SourceError("checkpoint.malformed", f"{what} is not a list of one object", fix=_COPY_AGAIN)
-
-
-def _roundings(parameters: Iterable[Parameter]) -> Iterable[Agreement]:
+def roundings(parameters: Iterable[Parameter]) -> Iterable[Agreement]:
     """Agreements that find states of other weights: each weight in the model's dtype is its rounded master."""
     for p in parameters:
         if p.weight is not None and "fp32" in p.states:

@@ -1,0 +1,147 @@
+"""The parameters of a checkpoint of Megatron-core as they are put together: weights, states, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from reshard.errors import SourceError, printable
+from reshard_engine.checkpoint import Agreement, Buffer, Parameter
+from reshard_engine.formats.megatron.common import CommonState, ReadGroups
+from reshard_engine.formats.megatron.names import BUFFERS, VOCABULARY
+from reshard_engine.tensors.cuts import Cut, CutError, joined, rows_of, whole_shape
+from reshard_engine.tensors.shard_map import ShardMapBuilder
+
+_OTHER_RANKS = "the files are of different saves or runs: copy those of one save"
+
+
+class ModelBuilder:
+    """Collects tensors by the name of their parameter and by state; `weight` is the model's own tensor."""
+
+    def __init__(self, builder: ShardMapBuilder, common: CommonState) -> None:
+        """Begin without parameters."""
+        self._builder, self._common = builder, common
+        self.order: dict[str, None] = {}
+        """The names in the order in which they came."""
+        self.weights: dict[str, int] = {}
+        self.states: dict[str, dict[str, int]] = {}
+        self.padding: dict[str, dict[str, int]] = {}
+        self.agreements: list[Agreement] = []
+
+    def data_rows(self, name: str, shape: Sequence[int]) -> int | None:
+        """The rows of a padded vocabulary that hold data; None for every other tensor."""
+        rows = self._common.number("vocab_size")
+        return rows if name in VOCABULARY and rows is not None and shape and rows < shape[0] else None
+
+    def add(self, name: str, state: str, number: int) -> None:
+        """Add a tensor of a parameter, without padding.
+
+        Raises:
+            SourceError: `checkpoint.ambiguous` for a tensor that came before.
+        """
+        self.order.setdefault(name)
+        held, key = (self.weights, name) if state == "weight" else (self.states.setdefault(name, {}), state)
+        if held.setdefault(key, number) != number:
+            raise SourceError("checkpoint.ambiguous", f"{printable(state)} of {printable(name)} comes twice")
+
+    def add_parts(self, name: str, state: str, cut: Cut, parts: Sequence[int], where: Sequence[str]) -> int:
+        """Add a tensor that tensor-parallel ranks hold parts of; returns its number, padding included.
+
+        Args:
+            name: The parameter.
+            state: The state.
+            cut: How it is cut.
+            parts: The tensors of the ranks, in their order.
+            where: The place of each part, in words for people.
+
+        Raises:
+            SourceError: `checkpoint.mixed` for parts that do not fit together.
+        """
+        number = self.whole(name, state, cut, parts, where)
+        shape = self._builder.tensors[number].shape
+        rows = self.data_rows(name, shape)
+        if rows is None:
+            self.add(name, state, number)
+            return number
+        view = self._builder.view
+        self.padding.setdefault(name, {})[state] = view(
+            name, state, rows_of(shape, number, rows, shape[0]), (shape[0] - rows, *shape[1:])
+        )
+        self.add(name, state, view(name, state, rows_of(shape, number, 0, rows), (rows, *shape[1:])))
+        return number
+
+    def whole(self, name: str, state: str, cut: Cut, parts: Sequence[int], where: Sequence[str]) -> int:
+        """Join the parts of a tensor, or compare its copies; returns its number.
+
+        Raises:
+            SourceError: As `add_parts`.
+        """
+        tensors = self._builder.tensors
+        if len({tensors[p].dtype for p in parts}) > 1:
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(state)} of {printable(name)} has another type in {where[0]} than in others",
+                fix=_OTHER_RANKS,
+            )
+        try:
+            shape = whole_shape(cut, [tensors[p].shape for p in parts])
+            if len(parts) > 1 and cut.dim is not None:
+                return self._builder.view(name, state, joined(cut, shape, parts), shape)
+        except (CutError, ValueError) as error:
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(state)} of {printable(name)} does not fit together: {error}",
+                fix=_OTHER_RANKS,
+            ) from error
+        for other, place in zip(parts[1:], where[1:], strict=True):
+            self.agree(name, state, parts[0], other, place)
+        return parts[0]
+
+    def agree(self, name: str, state: str, first: int, other: int, where: str) -> None:
+        """Note two copies that must be equal."""
+        self.agreements.append(Agreement(name, state, first, other, where, fix=_OTHER_RANKS))
+
+    def dims(self) -> dict[str, int]:
+        """The parameters with optimizer states, each with its number of dimensions."""
+        tensors = self._builder.tensors
+        return {name: len(tensors[next(iter(s.values()))].shape) for name, s in self.states.items()}
+
+    def parameters(self, groups: ReadGroups | None) -> tuple[list[Parameter], list[Buffer], list[str]]:
+        """The parameters, the buffers, and the names of which nothing proves what they are.
+
+        Args:
+            groups: The param groups; None for a checkpoint without optimizer, or if it was not read.
+        """
+        parameters, buffers, unproven = list[Parameter](), list[Buffer](), list[str]()
+        for name in self.order:
+            weight, states = self.weights.get(name), self.states.get(name, {})
+            if BUFFERS.fullmatch(name) and weight is not None and not states:
+                buffers.append(Buffer(name, weight))
+                continue
+            number = weight if weight is not None else next(iter(states.values()))
+            group = None if groups is None or not states else groups.group.get(name)
+            if groups is not None and not states:
+                unproven.append(name)
+            step = None if groups is None or group is None or not groups.steps else groups.steps[group]
+            parameters.append(
+                Parameter(
+                    name,
+                    self._builder.tensors[number].shape,
+                    group,
+                    weight,
+                    states=states if groups is not None else {},
+                    scalars={} if step is None else {"step": step},
+                    padding=self.padding.get(name, {}),
+                )
+            )
+        return parameters, buffers, unproven
+
+    def warnings(self) -> Iterable[str]:
+        """What a user should know of the parameters."""
+        padded = any(n in VOCABULARY for n in self.order) and self._common.number("padded_vocab_size") is not None
+        if padded and self._common.number("vocab_size") is None:
+            yield "the files do not say how many rows of the vocabulary are padding: all of them are kept"
+
+
+def same_shapes(shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> str | None:
+    """A name that two ranks do not both hold in one shape; None if there is none."""
+    return next((n for n in {**shapes, **others} if shapes.get(n) != others.get(n)), None)
