@@ -173,8 +173,8 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     ("files", "kind"),
     [
         (["metadata.json", "common.pt", ".metadata", "__0_0.distcp"], "megatron-core"),
-        (["latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model_optim_rng.pt"], "Megatron-LM"),
-        (["mp_rank_00_000/model_optim_rng.pt", "mp_rank_00_001/model_optim_rng.pt"], "Megatron-LM"),
+        (["latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model.pt"], "Megatron-LM"),
+        (["mp_rank_00_000/model.pt", "mp_rank_00_001/model.pt"], "Megatron-LM"),
     ],
 )
 def test_other_frameworks_are_recognised(files: list[str], kind: str, tmp_path: Path) -> None:

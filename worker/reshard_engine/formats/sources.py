@@ -28,11 +28,12 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, join, parent_and_name, read_bytes
 from reshard_engine.storage.urls import canonical_url, is_within
 
-# Recognises checkpoints that are not read yet by the names of their files, and says what reads them today.
+# Recognises checkpoints that are not read by the names of their files, and says what reads them today. Those of
+# Megatron-core are read; what is left are directories of its names in which no format finds its files.
 #
-# Source: Megatron-LM `training/checkpointing.py` (`latest_checkpointed_iteration.txt`,
-# `iter_0000010/mp_rank_00/model_optim_rng.pt`); verl 0.9.1 `trainer/ppo/ray_trainer.py` (`global_step_3/actor` beside a
-# tracker with Megatron's name); SkyRL `skyrl_train/trainer.py` (the same under another name).
+# Source: Megatron-LM `training/checkpointing.py` (`latest_checkpointed_iteration.txt`, `iter_0000010/mp_rank_00`);
+# verl 0.9.1 `trainer/ppo/ray_trainer.py` (`global_step_3/actor` beside a tracker with Megatron's name); SkyRL
+# `skyrl_train/trainer.py` (the same under another name).
 
 _MEGATRON_RANK = re.compile(r"mp_rank_\d+(_\d+)?(_\d+)?")
 _MEGATRON_STEP = re.compile(r"iter_\d+|release")
@@ -191,7 +192,8 @@ def _tracked(location: Location, listing: Listing) -> Found | None:
     for tag in (tag for known in formats() if (tag := known.tracked_tag(location, listing)) is not None):
         if (found := _recognise_child(location, tag)) is not None:
             return found
-    if (other := unsupported_kind(location, listing)) is not None:
+    other = unsupported_kind(location, listing)
+    if other is not None and not _tag_fix(_Below(location), listing):
         raise other
     return None
 

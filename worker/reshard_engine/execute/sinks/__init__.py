@@ -1,4 +1,7 @@
-"""Sinks: local directories and object stores that a conversion writes to, with their journals and commits; `sink_at` is the one place that asks on which kind of storage a target lies."""
+"""Sinks: local directories and object stores that a conversion writes to, with their journals and commits.
+
+`sink_at` is the one place that asks on which kind of storage a target lies.
+"""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ from reshard_engine.checkpoint import Agreement
 from reshard_engine.formats.dcp_files.saved_state import SavedState, SavedTensor, SavedValue
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors
 from reshard_engine.formats.megatron.buffers import Bucket, LayoutError, Member, Slot, check_cuts, slots_of
-from reshard_engine.formats.megatron.common import GROUPS, CommonState, only_one
+from reshard_engine.formats.megatron.common import CommonState, only_one, steps_in
 from reshard_engine.formats.megatron.model import ModelBuilder
 from reshard_engine.formats.megatron.names import BUFFERS
 from reshard_engine.formats.megatron.placement import OUTPUT_LAYER, WORD_EMBEDDINGS, Run, orders_of, tied
 from reshard_engine.formats.model_weights import checked_state
-from reshard_engine.pickles.nodes import Global, Node, PDict, PTuple, is_mapping, mapping_items, sequence_items
+from reshard_engine.pickles.nodes import Global, Node, PDict, PTuple, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.tensors.cuts import Cut, CutError, local_grid
 from reshard_engine.tensors.dtypes import Dtype
@@ -305,14 +305,6 @@ class SavedBuckets:
             model.agree(WORD_EMBEDDINGS, state, whole[state], copy, _COPY)
 
 
-def steps_in(node: Node) -> list[object]:
-    """The steps of the param groups in an optimizer's dict."""
-    if not is_mapping(node):
-        return []
-    groups = mapping_items(node, what="optimizer").get(GROUPS)
-    return [mapping_items(g, what=GROUPS).get("step") for g in sequence_items(groups, what=GROUPS)] if groups else []
-
-
 def _by_type(node: Node, owner: Owner) -> dict[str, list[int]]:
     """The lengths in a dict whose keys are pairs of element types: `{(torch.bfloat16, torch.float32): [512]}`.
 
@@ -347,6 +339,8 @@ class _Fit:
         self.names = [n for n in weights if BUFFERS.fullmatch(n) is None]
         self._in_order = in_order(weights, run)
         self._cuts: dict[str, Cut] = {}
+        self._known: dict[tuple[int, int, int], list[tuple[str, list[Member]]]] = {}
+        """The parameters of each stage, in the order that is tried."""
         self._experts = self._count_experts()
         self._tied = run.pipeline > 1 and tied(weights)
         self.parts: dict[tuple[str, str], dict[Owner, int]] = {}
@@ -426,7 +420,17 @@ class _Fit:
         """The parameters of each buffer of a rank, in the order of buffers, each with their element type."""
         run, (chained, rank) = self._run, owner
         inner = run.tensor if not chained else run.expert_tensor * run.experts
-        stage, expert_rank = rank // inner, rank % inner // run.expert_tensor
+        stage, expert_rank = rank // inner, rank % inner // run.expert_tensor if chained else 0
+        key = chained, stage, expert_rank
+        if key not in self._known:
+            # Tensor-parallel ranks hold equally many elements of the same parameters.
+            self._known[key] = self._members_of(order, owner, stage, expert_rank)
+        return self._known[key]
+
+    def _members_of(
+        self, order: Sequence[str], owner: Owner, stage: int, expert_rank: int
+    ) -> list[tuple[str, list[Member]]]:
+        run, chained = self._run, owner[0]
         found: list[tuple[str, list[Member]]] = []
         for chunk in range(run.chunks):
             by_type: dict[str, list[Member]] = {}
@@ -456,6 +460,7 @@ class _Fit:
         fitting: list[_Places] = []
         problem: LayoutError | None = None
         for order in orders_of(self.names, self._run, saved=self._in_order):
+            self._known.clear()
             try:
                 found = {k: v for owner in self._lengths for k, v in self._places_of(order, owner).items()}
             except LayoutError as error:

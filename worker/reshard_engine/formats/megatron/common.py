@@ -93,6 +93,12 @@ class ReadGroups:
     undecided: tuple[Undecided, ...] = ()
 
 
+def members_said(node: Node) -> list[int | None]:
+    """The number of parameters of each param group that lists them; None for one that does not."""
+    listed_ = [g.get("params") for g in _groups_in(node)]
+    return [len(sequence_items(p, what="params")) if isinstance(p, PList | PTuple) else None for p in listed_]
+
+
 def read_groups(common: CommonState, trained: Mapping[str, int], more: Sequence[Node] = ()) -> ReadGroups:
     """The param groups of a checkpoint, and the parameters that its optimizer owns, by Megatron's rule.
 
@@ -119,6 +125,12 @@ def read_groups(common: CommonState, trained: Mapping[str, int], more: Sequence[
         )
     said = (Undecided(Question.MEMBERS, _ASSUMED, _LEAVE_OUT),) if len({*members.values()}) > 1 else ()
     return ReadGroups(state, members, steps, assumed=said)
+
+
+def steps_in(node: Node) -> list[int | float | None]:
+    """The steps of all param groups in an optimizer's dict, in the order of `read_groups`."""
+    scalars = map(_step_of, _groups_in(node))
+    return [None if one is None else one.value for one in scalars]
 
 
 def _groups_in(node: Node) -> Iterator[dict[str | int, Node]]:

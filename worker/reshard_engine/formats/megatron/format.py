@@ -13,7 +13,9 @@ from reshard.options import MegatronOptions
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import parse_json
 from reshard_engine.formats.format import Format, Reader
-from reshard_engine.formats.megatron.torch_dist import COMMON, DAMAGED, DESCRIPTION, MegatronFacts, TorchDistReader
+from reshard_engine.formats.megatron.legacy import LegacyReader, holds_ranks
+from reshard_engine.formats.megatron.model import DAMAGED
+from reshard_engine.formats.megatron.torch_dist import COMMON, DESCRIPTION, MegatronFacts, TorchDistReader
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes
 from reshard_engine.tensors.layout import KnownFiles
@@ -24,16 +26,18 @@ _STEP = "iter_{:07d}"
 
 
 class Megatron(Format):
-    """`torch_dist`."""
+    """`torch_dist`, and the older directories of ranks."""
 
     name = "megatron"
-    readers: ClassVar[tuple[Reader, ...]] = (TorchDistReader(),)
+    readers: ClassVar[tuple[Reader, ...]] = (TorchDistReader(), LegacyReader())
     of_training = True
     files = KnownFiles(entries=(COMMON,))
 
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if the description names Megatron's backend: other programs write a `metadata.json` as well."""
         info = listing.by_name.get(DESCRIPTION)
+        if info is None and LegacyReader().recognises(listing):
+            return holds_ranks(location, listing)
         if info is None or info.size_bytes > _MOST_BYTES:
             return False
         try:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Agreement, Buffer, Parameter
 from reshard_engine.formats.megatron.common import CommonState, ReadGroups
 from reshard_engine.formats.megatron.names import BUFFERS, VOCABULARY
 from reshard_engine.tensors.cuts import Cut, CutError, joined, rows_of, whole_shape
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
+DAMAGED = "checkpoint.damaged"
+_DAMAGED_FIX = (
+    "--damaged drop-optimizer takes the weights alone, which are right; or resume from an older checkpoint. "
+    "Megatron-core 0.15.3 to 0.19.2 saves such states where a gradient buffer has several padded buckets "
+    "(Megatron-LM#5077)"
+)
+_NOT_THOSE = (
+    "the optimizer states are at other places than Megatron-core puts them, or are those of another save: "
+    "--damaged drop-optimizer takes the weights alone"
+)
 _OTHER_RANKS = "the files are of different saves or runs: copy those of one save"
 
 
@@ -111,6 +121,12 @@ class ModelBuilder:
         Args:
             groups: The param groups; None for a checkpoint without optimizer, or if it was not read.
         """
+        if groups is not None and (alone := sorted(self.states.keys() - self.weights.keys())):
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{counted(len(alone), 'parameter has', 'parameters have')} states and no weight: {listed(alone)}",
+                fix=_OTHER_RANKS,
+            )
         parameters, buffers, unproven = list[Parameter](), list[Buffer](), list[str]()
         for name in self.order:
             weight, states = self.weights.get(name), self.states.get(name, {})
@@ -134,6 +150,19 @@ class ModelBuilder:
                 )
             )
         return parameters, buffers, unproven
+
+    def roundings(self, *, damage: bool = False) -> Iterable[Agreement]:
+        """Agreements that find states of other weights: each weight in the model's dtype is its rounded master.
+
+        Args:
+            damage: True where Megatron-core itself is known to save states at wrong places.
+        """
+        for name, states in self.states.items():
+            if "fp32" in states and name in self.weights:
+                yield Agreement(
+                    name, "fp32", states["fp32"], self.weights[name], "the weight of that name", rounded=True,
+                    fix=_DAMAGED_FIX if damage else _NOT_THOSE, code=DAMAGED,
+                )  # fmt: skip
 
     def warnings(self) -> Iterable[str]:
         """What a user should know of the parameters."""

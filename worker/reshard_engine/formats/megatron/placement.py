@@ -46,8 +46,8 @@ _COLUMN = re.compile(r"(?:.+\.)?(?:word_embeddings|linear_qkv|output_layer)\.(?:
 _GATED = re.compile(r".+\.linear_fc1\.(?:weight|bias)")
 _ROW = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight")
 _WHOLE = re.compile(
-    r"(?:.+\.)?(?:position_embeddings|[a-z_]*layernorm|router|linear_proj|linear_fc2)\.(?:weight|bias|expert_bias"
-    r"|local_tokens_per_expert)|.+\.gate_weight"
+    r"(?:.+\.)?(?:position_embeddings|[a-z_]*layernorm|router)\.(?:weight|bias)"
+    r"|.+\.(?:linear_proj|linear_fc2)\.bias|.+\.router\.\w+|.+\.gate_weight"
 )
 _MOST_RANKS = 1 << 16
 
@@ -245,13 +245,13 @@ def orders_of(names: Sequence[str], run: Run, *, saved: bool) -> list[list[str]]
                 places = {n: _place(n, joined=join, grouped=group) or () for n in names}
                 found.append(sorted(names, key=places.__getitem__))
     if saved:
-        places = dict(zip(names, range(len(names)), strict=True))
+        keys = dict(zip(names, range(len(names)), strict=True))
         heads: dict[str, int] = {}
-        for name, at in places.items():
+        for name, at in keys.items():
             if EXPERT.fullmatch(name):
                 heads.setdefault(name.partition(".mlp.experts.")[0], at)
         found += [
-            sorted(names, key=lambda n, group=group: _saved_place(n, places, heads, grouped=group)) for group in grouped
+            sorted(names, key=lambda n, group=group: _saved_place(n, keys, heads, grouped=group)) for group in grouped
         ]
     if not found:
         raise LayoutError(
@@ -309,6 +309,27 @@ def _saved_place(name: str, keys: Mapping[str, int], heads: Mapping[str, int], *
     if expert is None or grouped:
         return (keys[name],)
     return heads[name.partition(".mlp.experts.")[0]], int(expert[2]), keys[name]
+
+
+def model_order(names: Sequence[str]) -> list[str]:
+    """Names of all ranks in the order of the model: what is before layers, layers by number, and the rest.
+
+    Args:
+        names: The names in the order of the ranks' files: those of the first stage come first.
+    """
+    keys = {name: at for at, name in enumerate(names)}
+    heads: dict[str, int] = {}
+    for name, at in keys.items():
+        if EXPERT.fullmatch(name):
+            heads.setdefault(name.partition(".mlp.experts.")[0], at)
+    begin = next((at for name, at in keys.items() if _LAYER.fullmatch(name)), len(keys))
+
+    def place(name: str) -> tuple[int, ...]:
+        layer = _LAYER.fullmatch(name)
+        outside = -1 if keys[name] < begin else _MOST_RANKS << 10
+        return (outside if layer is None else int(layer[1]), *_saved_place(name, keys, heads, grouped=False))
+
+    return sorted(names, key=place)
 
 
 # Cuts by names, for files that hold the parts of tensor-parallel ranks under the names of the whole.

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from reshard.errors import SourceError, counted, listed, printable
+from reshard.errors import SourceError, counted, printable
 from reshard.models.jobs import NotCarried
-from reshard_engine.checkpoint import Agreement, Checkpoint, FormatFacts, Parameter, Question, Undecided
+from reshard_engine.checkpoint import Checkpoint, FormatFacts, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TreeTensors, open_torch_file
 from reshard_engine.formats.carried import named
@@ -66,12 +66,6 @@ _WEIGHTS_ALONE = (
     "--to safetensors takes the weights alone; or save once with --dist-ckpt-optim-fully-reshardable, which keeps names"
 )
 _COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
-DAMAGED = "checkpoint.damaged"
-_DAMAGED_FIX = (
-    "--damaged drop-optimizer takes the weights alone, which are right; or resume from an older checkpoint. "
-    "Megatron-core 0.15.3 to 0.19.2 saves such states where a gradient buffer has several padded buckets "
-    "(Megatron-LM#5077)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +210,7 @@ class _Assembly:
                 *self._chunks.agreements,
                 *self._buckets.agreements,
                 *self._model.agreements,
-                *roundings(parameters),
+                *self._model.roundings(damage=self._common.sharding_type == "fully_reshardable"),
             ),
             counters=common.counters(),
             schedulers=() if scheduler is None else (scheduler,),
@@ -342,13 +336,3 @@ def _key_and_state(key: str) -> tuple[str, str]:
         return key, "weight"
     state, _, rest = key[len(_STATES) :].partition(".")
     return rest, "fp32" if state in _MASTERS else checked_state(state)
-
-
-def roundings(parameters: Iterable[Parameter]) -> Iterable[Agreement]:
-    """Agreements that find states of other weights: each weight in the model's dtype is its rounded master."""
-    for p in parameters:
-        if p.weight is not None and "fp32" in p.states:
-            yield Agreement(
-                p.fqn, "fp32", p.states["fp32"], p.weight, "the weight of that name", rounded=True, fix=_DAMAGED_FIX,
-                code=DAMAGED,
-            )  # fmt: skip
