@@ -1,4 +1,4 @@
-"""`torch_dist` of real Megatron-core, 0.16.1 and 0.19.2, read as the live run had it.
+"""Checkpoints of real Megatron-core, 0.16.1 and 0.19.2, read as the live run had it.
 
 The truth of each case is the live model and optimizer before the save; tensors are compared bit for bit.
 """
@@ -20,7 +20,9 @@ from reshard.errors import SourceError
 
 GOOD = (
     "td_full_gpt_fp32_tp2dp2", "td_full_llama_bf16_pad_tp2dp2", "td_nodist_llama_bf16_tp2pp2dp1",
-    "v19_td_full_gpt_fp32_tp2dp2", "v19_td_moe_bf16_ep2dp2",
+    "v19_td_full_gpt_fp32_tp2dp2", "v19_td_moe_bf16_ep2dp2", "td_dpresh_gpt_bf16_tp2dp2",
+    "v19_td_dpresh_llama_bf16_tp2pp2dp2", "legacy_gpt_bf16_tp2pp1dp2_dist", "legacy_llama_bf16_tp1pp2vpp2dp2_dist",
+    "legacy_moe_bf16_tp1ep2dp2_dist",
 )  # fmt: skip
 DAMAGED = "damaged_v16_td_full_buckets_llama_bf16_dp2"
 OPTIMIZER = {"fp32": "model"}
@@ -74,7 +76,7 @@ def test_masters_moments_and_groups_are_those_of_the_run(name: str, place: Path,
     assert any("default rule" in w for w in result.warnings) or len(groups) == 1
 
 
-@pytest.mark.parametrize("name", [*GOOD, "td_dpresh_gpt_bf16_tp2dp2", "v19_td_dpresh_llama_bf16_tp2pp2dp2"])
+@pytest.mark.parametrize("name", GOOD)
 def test_weights_are_those_of_the_run(name: str, place: Path, tmp_path: Path) -> None:
     case = case_of(name, place)
     bf16 = {"dtype": "bf16"} if "bf16" in name else {}
