@@ -75,7 +75,12 @@ def common_state(**args: Any) -> dict[str, Any]:
 
 
 def save_torch_dist(
-    directory: Path, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Any] | None, *, ranks: int = 2
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    common: Mapping[str, Any] | None,
+    *,
+    ranks: int = 2,
+    objects: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save them on so many ranks, the last axis but one cut where it divides; with `common.pt` unless it is None."""
     mesh = (ranks,)
@@ -85,6 +90,7 @@ def save_torch_dist(
         cut = value.ndim > 0 and value.shape[dim] % ranks == 0
         state[key] = Sharded(value, (Shard(dim) if cut else Replicate(),))
     state |= {f"rng_state/shard_0.{r}_1.{ranks}": [[{"random_rng_state": (3, r)}]] for r in range(ranks)}
+    state |= objects or {}
     if common is None:
         state["common_state/shard_0_1"] = [common_state()]
     save(state, directory, Save(mesh=mesh, flatten=False))

@@ -67,7 +67,9 @@ def test_masters_moments_and_groups_are_those_of_the_run(name: str, place: Path,
     assert {state["step"] for state in optimizer["state"].values()} == {3}
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer["param_groups"]]
     wanted = [{k: v for k, v in g.items() if k != "step"} for g in case.facts["param_groups"]]
-    assert json.loads(json.dumps(groups)) == wanted
+    # Of chained optimizers, the case's facts have the groups of the first one.
+    assert json.loads(json.dumps(groups))[: len(wanted)] == wanted
+    assert all(group["is_expert_parallel"] for group in groups[len(wanted) :])
     for group in optimizer["param_groups"]:
         for parameter in group["params"]:
             decays = found["model"][parameter].ndim > 1 and not parameter.endswith(".bias")

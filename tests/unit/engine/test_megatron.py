@@ -151,6 +151,38 @@ def test_groups_that_the_rule_does_not_explain_are_refused_but_for_weights(
 Damage = Callable[[Path], object]
 
 
+def _with_bytes(source: Path, key: str) -> Path:
+    """The same save with an object of an older kind of optimizer states."""
+    weights = {k: v for k, v in entries(small_model()).items() if "optimizer" not in k}
+    return save_torch_dist(
+        source.parent / "other" / source.name, weights,
+        _of_type("dp_zero_gather_scatter"), objects={key: [[{"buckets_coalesced": True}]]},
+    )  # fmt: skip
+
+
+def _of_type(kind: str) -> dict[str, Any]:
+    common = common_state()
+    common["content_metadata"]["distrib_optim_sharding_type"] = kind
+    return common
+
+
+@pytest.mark.parametrize("kind", ["dp_zero_gather_scatter", "fully_sharded_model_space"])
+def test_optimizers_of_older_kinds_are_refused_and_the_weights_are_left(kind: str, tmp_path: Path) -> None:
+    source = saved(tmp_path, common=_of_type(kind))
+    if kind == "dp_zero_gather_scatter":
+        source = _with_bytes(source, "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1")
+    for target in ({"to": "dcp"}, {"to": "zero", "zero_stage": 1, "dp": 2}):
+        error = refused(source, tmp_path, **target)
+        assert error.code == "checkpoint.ambiguous"
+        assert kind in error.message
+    reshard.convert(source, tmp_path / "out", to="safetensors", progress=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(
+        found["decoder.final_layernorm.weight"].float(),
+        small_model()["decoder.final_layernorm.weight"].bfloat16().float(),
+    )
+
+
 def _without(name: str) -> Damage:
     return lambda source: (source / name).unlink()
 

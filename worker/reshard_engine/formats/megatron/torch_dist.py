@@ -27,7 +27,6 @@ from reshard_engine.formats.carried import named
 from reshard_engine.formats.dcp_files.metadata.model import METADATA_FILE
 from reshard_engine.formats.dcp_files.saved_state import (
     CarriedValues,
-    SavedState,
     SavedTensor,
     SavedValue,
     open_values,
@@ -62,6 +61,8 @@ _OBJECT_REASON = "an object that only Megatron-core reads"
 _BUCKETS_REASON = (
     "its optimizer is in buckets of data-parallel ranks (dp_reshardable), which hold no names of parameters"
 )
+_OLD_TYPES = ("dp_zero_gather_scatter", "fully_sharded_model_space")
+_OLD_OBJECTS = ".param_state/shard_"
 _WEIGHTS_ALONE = (
     "--to safetensors takes the weights alone; or save once with --dist-ckpt-optim-fully-reshardable, which keeps names"
 )
@@ -149,14 +150,22 @@ class _Assembly:
         self._carried = CarriedValues(self._builder)
         self._common = CommonState.of(self._common_node(location, listing), COMMON)
         self._buckets = SavedBuckets(self._builder, self._state, options.ledger)
-        self._chunks = ChunkTensors(self._builder, self._state.files, self._wanted(self._state), options.ledger)
+        self._chunks = ChunkTensors(self._builder, self._state.files, self._wanted(), options.ledger)
         self._model = ModelBuilder(self._builder, self._common)
         self._whole: dict[str, SavedWeight] = {}
         self._undecided: tuple[Undecided, ...] = ()
 
-    @staticmethod
-    def _wanted(state: SavedState) -> list[SavedTensor]:
-        return [t for t in state.tensors if not is_of_buckets(t.entry.key)]
+    @property
+    def _old_type(self) -> str:
+        """How the optimizer was saved, if in a way that nothing reads; else empty."""
+        flattened = any(t.part.metadata.original_shapes for t in self._state.tensors)
+        said = self._common.sharding_type or ""
+        held = any(_OLD_OBJECTS in key for key in self._values)
+        return said if said in _OLD_TYPES else _OLD_TYPES[1] if flattened else _OLD_TYPES[0] if held else ""
+
+    def _wanted(self) -> list[SavedTensor]:
+        unread = (_STATES,) if self._old_type else ()
+        return [t for t in self._state.tensors if not is_of_buckets(t.entry.key) and not t.entry.key.startswith(unread)]
 
     def _common_node(self, location: Location, listing: Listing) -> Node:
         """The common state: a file up to 0.18, an object of the distributed checkpoint from 0.19 on.
@@ -229,7 +238,7 @@ class _Assembly:
         """Register every tensor of the model and of the optimizer, layer by layer."""
         halves: dict[tuple[str, str], list[SavedTensor | None]] = {}
         found: list[_Stored] = []
-        for tensor in self._wanted(self._state):
+        for tensor in self._wanted():
             key, state = _key_and_state(tensor.entry.key)
             if (half := half_of(key)) is None:
                 boxes = self._chunks.boxes(key, state, [tensor])
@@ -292,6 +301,10 @@ class _Assembly:
     # Parameters.
 
     def _read_groups(self) -> tuple[ReadGroups | None, str]:
+        if kind := self._old_type:
+            reason = f"its optimizer was saved as {kind}, which reshard does not read"
+            self._undecided = (Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE),)
+            return None, reason
         if self._buckets.found:
             try:
                 more = self._buckets.read(self._opened, self._whole, self._common, self._model)
