@@ -87,6 +87,10 @@ OF_OTHERS = {
         *(r"global_step_\d+", "global_step_", "latest_ckpt_global_step.txt"),
     },
     # Names of Megatron-core, too.
+    "formats/megatron/legacy.py": {
+        *("rng_state", "checkpoint_version", "mp_rank_"),
+        r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?",
+    },
     "formats/megatron/torch_dist.py": {"rng_state"},
     "formats/megatron/model.py": {"padded_vocab_size"},
     "pickles/policy.py": {  # the reviewed allow-list is one list
