@@ -175,7 +175,7 @@ class OptionKeywords(TypedDict, total=False):
     """`never`: no server-side copies; read and send every byte. One of `auto`, `never`."""
     framework: Framework | str | None
     """Keys and files as this framework loads them; default: the source's, or accelerate. One of `state-dict`,
-    `torchtitan`, `accelerate`, `trainer`, `lightning`."""
+    `torchtitan`, `accelerate`, `trainer`, `lightning`, `torchtune`."""
     files: int | None
     """Number of .distcp files; default: one for each 4 GB."""
     target_model_key: str | None
