@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from reshard_engine.formats.registry import formats, known_files
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import Listing, ObjectInfo, join, parent_and_name, read_bytes
+from reshard_engine.storage.protocol import Listing, ObjectInfo, Store, join, parent_and_name, read_bytes
 from reshard_engine.storage.urls import canonical_url, is_within
 
 # Recognises checkpoints that are not read by the names of their files, and says what reads them today. Those of
@@ -281,7 +281,7 @@ def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_b
         )
     found = _recognise_child(location, tag)
     if found is None:
-        models = _models(location, below, listing, tag)
+        models = _models(location, below, listing, tag) if _VERL_STEP.fullmatch(tag) else {}
         fix = _tag_fix(below, listing, tag) or _WITHOUT_TAGS[said_by == "--tag"]
         raise SourceError(
             code,
@@ -337,15 +337,17 @@ def _models(location: Location, below: _Below, listing: Listing, tag: str = "") 
         SourceError: `checkpoint.ambiguous` for several models, such as actor and critic.
     """
     steps = [tag] if tag else [d for d in listing.directories if _ROLES_UNDER.fullmatch(d)]
-    tracker, tracked = _tracker(location, above=not steps)
-    step, names = "", listing.directories
+    step, names, name = "", listing.directories, parent_and_name(location.path)[1]
+    tracker, tracked = _tracker(location.store, location.path, listing.by_name) if steps else ("", "")
     if steps:
         name = tracked if not tag and tracked in steps else max(steps, key=_by_number)
-        looked, step = below.look([name]), f"{name}/"
+        looked, step = below.look([tag] if tag else names), f"{name}/"
         names = looked[name][1].directories if name in looked else ()
     roles = [f"{step}{d}" for d in names if not d.startswith(".") and not re.search(r"\d", d)]
-    looked = below.look(roles)
+    looked = below.look(roles) if len(roles) > 1 or _VERL_STEP.fullmatch(name) else {}
     found = [p for p in roles if p in looked and (k := _recognise(*looked[p], p)) is not None and k.format.of_training]
+    if found and not steps:
+        tracker, _ = _tracker(location.store, parent_and_name(location.path)[0])
     details: dict[str, Any] = {"models": found, "tracker": tracker} if found else {}
     if len(found) > 1:
         text = f"{printable(location.url)} holds {len(found)} models, each with a training state of its own"
@@ -354,14 +356,13 @@ def _models(location: Location, below: _Below, listing: Listing, tag: str = "") 
     return details
 
 
-def _tracker(location: Location, *, above: bool) -> tuple[str, str]:
-    """The name of a run's tracker, and the step that it names; empty without one. `above`: the place is a step."""
-    path = parent_and_name(location.path)[0] if above else location.path
+def _tracker(store: Store, path: str, listed: Collection[str] = _TRACKERS) -> tuple[str, str]:
+    """The name of a run's tracker, and the step that it names; empty without one among the names that are listed."""
     with suppress(ReshardError):  # a service may not show the directory around its roots
         for name in _TRACKERS:
-            info = location.store.stat(join(path, name)) if path else None
+            info = store.stat(join(path, name)) if path and name in listed else None
             if info is not None and info.size_bytes <= _POINTER_LIMIT_BYTES:
-                return name, f"global_step_{read_bytes(location.store, info).decode('utf-8', 'replace').strip()}"
+                return name, f"global_step_{read_bytes(store, info).decode('utf-8', 'replace').strip()}"
     return "", ""
 
 
