@@ -14,6 +14,8 @@ from laws.rank_source import RANK_SOURCES
 from laws.targets import UniversalTarget, WeightsTarget
 from laws.universal_source import UniversalSource
 from laws.weights_source import WeightsSource
+from laws.whole_source import WHOLE_SOURCES
+from laws.whole_target import WholeTarget
 from reshard.choices import TargetFormat
 from reshard_engine.testing.laws import Trial
 from reshard_engine.testing.logical import SourceFormat, TargetOracle
@@ -25,6 +27,7 @@ TARGETS: tuple[TargetOracle, ...] = (
     WeightsTarget(TargetFormat.SAFETENSORS),
     WeightsTarget(TargetFormat.TORCH),
     DcpTarget(),
+    WholeTarget(),
 )
 SOURCES: tuple[SourceFormat, ...] = (
     *STAGES,
@@ -33,6 +36,7 @@ SOURCES: tuple[SourceFormat, ...] = (
     WeightsSource("torch"),
     *DCP_SOURCES,
     *RANK_SOURCES,
+    *WHOLE_SOURCES,
 )
 
 

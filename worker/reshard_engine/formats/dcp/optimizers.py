@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from reshard.errors import RequestError, listed
 from reshard_engine.checkpoint import Checkpoint, ParamGroup, Question
 from reshard_engine.formats.dcp.facts import facts_of
+from reshard_engine.formats.trainer_files import TrainerFacts
 from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
 
 STEP = "step"
@@ -82,6 +83,8 @@ def is_adam(values: Mapping[str | int, Node], states: Collection[str]) -> bool:
 
 def _is_known(keys: Collection[str | int]) -> bool:
     own = {*map(str, keys)} - _ANYWHERE
+    if own >= _OF_ADAM:  # `groups_to_write` completes DeepSpeed's Adam with torch's keys, and keeps its own
+        own -= {_BIAS_CORRECTION}
     return ("foreach" in own and own <= _OF_TORCH) or not own ^ _OF_MUON or _is_deepspeeds({*map(str, keys)})
 
 
@@ -130,7 +133,8 @@ def groups_to_write(checkpoint: Checkpoint, *, needs_initial_lr: bool) -> tuple[
         )
     rates = _base_rates(checkpoint, len(groups))
     facts = facts_of(checkpoint)
-    of_torch = facts is not None and facts.framework is not None  # else only a trainer's files are beside the source
+    # Shards name a framework: without one, only a trainer's files are beside the source. Full files name none.
+    of_torch = facts.framework is not None if facts is not None else type(checkpoint.facts) is TrainerFacts
     found: list[ParamGroup] = []
     added: dict[str, None] = {}
     for number, group in enumerate(groups):
