@@ -338,13 +338,36 @@ class _Assembly:
                 layers = self._run.layers_of(file.rank.stage, chunk)
             except LayoutError as error:
                 raise self._unsupported(str(error)) from error
-            yield [h for name, node in items.items() if (h := self._held(file, chunk, layers, str(name), node))]
+            held = [h for name, node in items.items() if (h := self._held(file, chunk, layers, str(name), node))]
+            self._check_experts(file, held)
+            yield held
             found = {int(m[2]) for name in items if (m := _LOCAL_LAYER.fullmatch(str(name)))}
             if found != {*range(len(layers))}:
                 raise SourceError(
                     "checkpoint.mixed",
                     f"{file.name}: {key} has {counted(len(found), 'layer')}, and the arguments of the run give its "
                     f"stage {len(layers)}",
+                    fix=_COPY_AGAIN,
+                )
+
+    def _check_experts(self, file: _File, held: Sequence[_Held]) -> None:
+        """Refuse a layer with other experts than those that the arguments give to this rank.
+
+        Raises:
+            SourceError: `checkpoint.mixed`.
+        """
+        share = (file.common.number("num_experts") or 0) // self._run.experts
+        first = file.rank.expert * share
+        layers: dict[str, set[int]] = {}
+        for name in (h.name for h in held):
+            if (one := _LOCAL_EXPERT.fullmatch(name)) is not None:
+                layers.setdefault(one[1], set()).add(int(one[2]))
+        for layer, numbers in layers.items():
+            if numbers != {*range(first, first + share)}:
+                raise SourceError(
+                    "checkpoint.mixed",
+                    f"{file.name}: {printable(layer)} has {counted(len(numbers), 'expert')}, and the arguments of the "
+                    f"run give its rank {share}",
                     fix=_COPY_AGAIN,
                 )
 
