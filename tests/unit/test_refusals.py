@@ -169,10 +169,11 @@ def test_weights_in_one_piece_are_a_copy_beside_shards_and_are_read_below_them(t
 
 
 def test_megatron_is_told_from_verl_by_the_directories_beside_the_tracker(tmp_path: Path) -> None:
-    place = _files(
-        tmp_path / "run", ["latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model_optim_rng.pt"]
-    )
-    assert "Megatron-LM" in _said("inspect", str(place))[0]
+    tracker, ranks = "latest_checkpointed_iteration.txt", "mp_rank_00/model_optim_rng.pt"
+    place = _files(tmp_path / "run", [tracker, f"iter_0000010/{ranks}"])
+    assert "--tag iter_0000010" in _said("inspect", str(place))[1]
+    (place / tracker).write_text("10")
+    assert ranks in _said("inspect", str(place))[0]
 
 
 # -- weights with an optimizer's files beside them ---------------------------------------------------------------------
