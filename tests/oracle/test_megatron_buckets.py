@@ -124,4 +124,4 @@ def test_states_of_another_rank_are_refused(name: str, place: Path, tmp_path: Pa
     first, second = sorted((source / "iter_0000003").iterdir())
     shutil.copy(second / "distrib_optim.pt", first / "distrib_optim.pt")
     error = refused(source, tmp_path / "dcp")
-    assert error.code in ("checkpoint.disagreement", "checkpoint.ambiguous", "checkpoint.incomplete")
+    assert error.code in ("checkpoint.damaged", "checkpoint.ambiguous", "checkpoint.incomplete")

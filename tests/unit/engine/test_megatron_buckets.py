@@ -271,7 +271,7 @@ def _grouped_matrices(state: Any) -> None:
 
 MODELS: dict[str, tuple[Callable[[Any], None], bool, str, str]] = {
     # change, of all ranks or of the second one, code, words
-    "keys in another order": (_keys_in_another_order, True, "checkpoint.disagreement", "layernorm"),
+    "keys in another order": (_keys_in_another_order, True, "checkpoint.damaged", "layernorm"),
     "another iteration": (_another_iteration, False, "checkpoint.mixed", "iteration is 7"),
     "another step": (_another_step, False, "checkpoint.mixed", "step"),
     "a lost layer": (_a_lost_layer, False, "checkpoint.mixed", "layer"),
@@ -444,4 +444,4 @@ def test_masters_of_another_run_are_refused(tmp_path: Path) -> None:
     source, second = one.save_torch_dist(tmp_path / "one"), other.save_torch_dist(tmp_path / "other")
     shutil.copy(second / "__1_0.distcp", source / "__1_0.distcp")
     error = refused(source, tmp_path)
-    assert error.code == "checkpoint.disagreement"
+    assert error.code == "checkpoint.damaged"
