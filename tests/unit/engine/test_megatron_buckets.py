@@ -265,6 +265,20 @@ def _other_layers(state: Any) -> None:
     state["args"].num_layers = 6
 
 
+def _endless_layers(state: Any) -> None:
+    state["args"].num_layers = 10**15
+
+
+def _endless_experts(state: Any) -> None:
+    state["args"].num_experts = 10**15
+    state["model"]["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"] = torch.ones(4, 4)
+
+
+def _endless_ranks(state: Any) -> None:
+    state["args"].expert_model_parallel_size = 10**12
+    state["args"].expert_tensor_parallel_size = 2
+
+
 def _grouped_matrices(state: Any) -> None:
     state["model"]["decoder.layers.0.mlp.experts.weight1"] = torch.ones(4, 4)
 
@@ -283,6 +297,9 @@ MODELS: dict[str, tuple[Callable[[Any], None], bool, str, str]] = {
     "an older model": (_an_older_model, True, "source.unsupported", "language_model"),
     "a layout of its own": (_a_layout_of_its_own, True, "source.unsupported", "pipeline_model_parallel_layout"),
     "other layers": (_other_layers, True, "checkpoint.mixed", "layer"),
+    "endless layers": (_endless_layers, True, "checkpoint.mixed", "layer"),
+    "endless experts": (_endless_experts, True, "checkpoint.mixed", "expert"),
+    "endless ranks": (_endless_ranks, True, "source.unsupported", "model-parallel ranks and chunks"),
     "experts in one matrix": (_grouped_matrices, True, "source.unsupported", "weight1"),
 }
 
@@ -394,11 +411,20 @@ def _a_lost_chunk(metadata: Any) -> None:
     }
 
 
+def _another_form(metadata: Any) -> None:
+    key = _key(metadata, "per_bucket_numel/shard_0_1")
+    other = key.replace("per_bucket_numel", "param_state")
+    metadata.state_dict_metadata[other] = metadata.state_dict_metadata.pop(key)
+    for index in [i for i in metadata.storage_data if i.fqn == key]:
+        metadata.storage_data[type(index)(other)] = metadata.storage_data.pop(index)
+
+
 METADATA: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "a longer bucket": (_longer_bucket, "checkpoint.malformed", "is said to have"),
     "a lost object": (_a_lost_object, "checkpoint.incomplete", "per_bucket_numel"),
     "a lost rank": (_a_lost_rank, "checkpoint.ambiguous", "2 model-parallel ranks"),
     "lost masters": (_a_lost_vector, "checkpoint.malformed", "is said to have"),
+    "another form": (_another_form, "checkpoint.ambiguous", "dp_zero_gather_scatter"),
     "a lost chunk": (_a_lost_chunk, "checkpoint.ambiguous", "no chunk begins or ends there"),
 }
 
@@ -419,6 +445,7 @@ ARGS: dict[str, tuple[dict[str, Any], str]] = {
     "a pipeline layout": ({"pipeline_model_parallel_layout": "Et|tL"}, "pipeline_model_parallel_layout"),
     "another data parallelism": ({"data_parallel_size": 5}, "a chunk begins at element"),
     "a virtual pipeline": ({"virtual_pipeline_model_parallel_size": 2}, "buffers"),
+    "too many ranks": ({"virtual_pipeline_model_parallel_size": 10**12}, "model-parallel ranks and chunks"),
     "layers that do not divide": ({"virtual_pipeline_model_parallel_size": 3}, "do not divide"),
 }
 

@@ -41,6 +41,8 @@ from reshard_engine.tensors.shard_map import Boxes, ShardMapBuilder
 _GROUP = r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\."
 _KEY = re.compile(_GROUP + r"gbuf_idx_(\d{1,6})\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d{1,6})\.(\w+)")
 _OBJECT = re.compile(_GROUP + r"(optimizer|per_bucket_numel|per_bucket_numel_unpadded)/shard_0_1")
+_OTHER_FORM = re.compile(_GROUP + r"param_state/.+")
+"""All states of a rank in one object (`dp_zero_gather_scatter`)."""
 _ANY = re.compile(_GROUP + r".+")
 _FILE_OF_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 _MASTERS = "param"
@@ -100,8 +102,11 @@ class SavedBuckets:
             if (match := _OBJECT.fullmatch(value.entry.key)) is not None:
                 owner = int(match[1] or 0), int(match[2])
                 self._objects.setdefault(owner, {})[match[3]] = value
-        self.found = any(is_of_buckets(t.entry.key) for t in state.tensors)
+        keys = [t.entry.key for t in state.tensors if is_of_buckets(t.entry.key)]
+        other = [v.entry.key for v in state.values if _OTHER_FORM.fullmatch(v.entry.key)]
+        self.found = bool(keys or other or self._objects)
         """True if the checkpoint has an optimizer in buckets."""
+        self._unread = next((k for k in (*keys, *other) if _KEY.fullmatch(k) is None), None)
 
     def _note(self, tensor: SavedTensor, match: re.Match[str]) -> None:
         owner = int(match[1] or 0), int(match[2])
@@ -138,23 +143,30 @@ class SavedBuckets:
             LayoutError: The parameters are not proven to lie anywhere.
             SourceError: `checkpoint.malformed`, `checkpoint.incomplete`, `checkpoint.mixed`.
         """
+        if self._unread is not None or not self._buffers:
+            raise LayoutError(
+                f"{printable(self._unread or 'an object')} is of another form of these states, such as "
+                "dp_zero_gather_scatter, which is not read"
+            )
+        if (other := next((v for v in self._vectors() if not v.entry.dtype.floating), None)) is not None:
+            raise LayoutError(f"{printable(other.entry.key)} is of {other.entry.dtype.name}")
         objects = self._opened(opened)
         lengths = {owner: self._lengths(owner, held) for owner, held in objects.items()}
         groups = self._groups(objects)
         fit = _Fit(Run.of(common), weights, self._buffers, lengths, self._is_in_order)
         fit.check_owners()
         places = fit.places()
-        vectors = [v for b in self._all_buffers() for states in b.buckets.values() for v in states.values()]
-        chunks = ChunkTensors(self._builder, self._state.files, vectors, self._ledger)
+        chunks = ChunkTensors(self._builder, self._state.files, self._vectors(), self._ledger)
         for (owner, number), slots in places.items():
             self._add_slots(self._buffers[owner][number], slots, fit, chunks, owner)
         self._join(fit, model)
         self.agreements += chunks.agreements
         return groups
 
-    def _all_buffers(self) -> Iterator[_Buffer]:
-        for buffers in self._buffers.values():
-            yield from buffers.values()
+    def _vectors(self) -> Iterator[SavedTensor]:
+        for buffer in (b for buffers in self._buffers.values() for b in buffers.values()):
+            for states in buffer.buckets.values():
+                yield from states.values()
 
     # Objects.
 

@@ -76,6 +76,8 @@ _TOOLS = (
 _WEIGHTS_ALONE = "--to safetensors takes the weights alone; or save once with --ckpt-format torch_dist"
 _EXTRA_REASON = "extra states of modules, which only Megatron-core reads: they hold scales of FP8, or nothing"
 _UNKNOWN_REASON = "reshard does not know this key"
+_SCALER = "grad_scaler"
+_SCALER_REASON = "the loss scale of Megatron-core, which starts anew"
 _LISTED_AT_ONCE = 16
 _NUMBERS = 1 << 16
 
@@ -342,7 +344,7 @@ class _Assembly:
             self._check_experts(file, held)
             yield held
             found = {int(m[2]) for name in items if (m := _LOCAL_LAYER.fullmatch(str(name)))}
-            if found != {*range(len(layers))}:
+            if len(found) != len(layers) or max(found, default=-1) != len(layers) - 1:
                 raise SourceError(
                     "checkpoint.mixed",
                     f"{file.name}: {key} has {counted(len(found), 'layer')}, and the arguments of the run give its "
@@ -363,7 +365,7 @@ class _Assembly:
             if (one := _LOCAL_EXPERT.fullmatch(name)) is not None:
                 layers.setdefault(one[1], set()).add(int(one[2]))
         for layer, numbers in layers.items():
-            if numbers != {*range(first, first + share)}:
+            if len(numbers) != share or (min(numbers), max(numbers)) != (first, first + share - 1):
                 raise SourceError(
                     "checkpoint.mixed",
                     f"{file.name}: {printable(layer)} has {counted(len(numbers), 'expert')}, and the arguments of the "
@@ -519,8 +521,7 @@ class _Assembly:
         return {name: len(tensors[number].shape) for name, number in first.items()}
 
     def _states_of(self, file: _File) -> list[tuple[_Held, str, _Rank, int]]:
-        optimizer = file.items.get("optimizer")
-        chained = sequence_items(optimizer, what="optimizer") if isinstance(optimizer, PList | PTuple) else [optimizer]
+        chained = _optimizers(file.items.get("optimizer"))
         plain = any(_has_states(node) for node in chained)
         if plain and file.optimizer is None:
             return self._plain_states(file, chained)
@@ -536,7 +537,7 @@ class _Assembly:
 
     def _vectors(self, file: _File, optimizer: TorchFile) -> list[tuple[_Held, str, _Rank, int]]:
         name, root = printable(optimizer.file.name), optimizer.root
-        chained = sequence_items(root, what=name) if isinstance(root, PList | PTuple) else [root]
+        chained = _optimizers(root)
         if len(chained) > (1 if self._run.experts == 1 else 2):
             raise LayoutError(f"{name} holds {len(chained)} optimizers")
         number = len(self._files)
@@ -722,6 +723,9 @@ class _Assembly:
     def _not_carried(self) -> Iterator[NotCarried]:
         if count := self._kinds[_EXTRA_STATE]:
             yield NotCarried(path=f"*.{_EXTRA_STATE} ({counted(count, 'object')})", reason=_EXTRA_REASON)
+        scaled = [n for n in _optimizers(self._common.items.get("optimizer")) if is_mapping(n)]
+        if any(_SCALER in mapping_items(n, what="optimizer") for n in scaled):
+            yield NotCarried(path=f"optimizer.{_SCALER}", reason=_SCALER_REASON)
         for path in self._unknown:
             yield NotCarried(path=printable(path), reason=_UNKNOWN_REASON)
 
@@ -729,6 +733,11 @@ class _Assembly:
 def _is_tensors(key: str | int) -> bool:
     """True for the keys of a rank's file that hold its tensors; everything else is of the run."""
     return key in ("optimizer", "rng_state") or (isinstance(key, str) and _MODEL.fullmatch(key) is not None)
+
+
+def _optimizers(node: Node) -> list[Node]:
+    """The dicts of chained optimizers, or the only one."""
+    return sequence_items(node, what="optimizer") if isinstance(node, PList | PTuple) else [node]
 
 
 def _label(held: _Held) -> str:
@@ -749,7 +758,9 @@ def _numbered(node: Node, name: str) -> dict[int, dict[str, PTensor]]:
     found: dict[int, dict[str, PTensor]] = {}
     for number, states in mapping_items(node, what=f"{name}: state").items() if is_mapping(node) else ():
         items = mapping_items(states, what=f"{name}: state")
-        found[int(number)] = {
+        if not isinstance(number, int):
+            raise LayoutError(f"{name} has states of {printable(number)}, which is no number")
+        found[number] = {
             str(k): v for k, v in items.items() if isinstance(v, PTensor) and not (k == "step" and v.numel == 1)
         }
     return found
@@ -771,6 +782,8 @@ def _vectors_of(buffer: Node, dtype: str, name: str) -> tuple[dict[str, PTensor]
     stored = items.pop("numel_unpadded", None)
     vectors: dict[str, PTensor] = {}
     for state, node in items.items():
+        if isinstance(node, PTensor) and not BY_NAME[node.dtype].floating:
+            raise LayoutError(f"{name}: {printable(str(state))} is of {node.dtype}")
         if not isinstance(node, PTensor) or node.shape != (stored,) or not is_packed(node.shape, node.stride):
             length = node.shape if isinstance(node, PTensor) else "no tensor"
             raise SourceError(

@@ -50,6 +50,7 @@ _WHOLE = re.compile(
     r"|.+\.(?:linear_proj|linear_fc2)\.bias|.+\.router\.\w+|.+\.gate_weight"
 )
 _MOST_RANKS = 1 << 16
+"""Model-parallel ranks of one run, each with its chunks. Layers have smaller numbers than its multiples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,8 @@ class Run:
             raise LayoutError("the run has a pipeline layout of its own (pipeline_model_parallel_layout)")
         experts = sizes["expert_model"] or 1
         chunks = (common.number("virtual_pipeline_model_parallel_size") or 1) if pipeline > 1 else 1
-        if max(tensor, pipeline, experts, chunks) > _MOST_RANKS:
-            raise LayoutError(f"the arguments of the run name {max(tensor, pipeline, experts, chunks)} ranks")
+        if (ranks := tensor * pipeline * experts * chunks) > _MOST_RANKS:
+            raise LayoutError(f"the arguments of the run name {ranks} model-parallel ranks and chunks")
         return cls(common, tensor, pipeline, chunks, experts, sizes["expert_tensor"] or tensor)
 
     @property
