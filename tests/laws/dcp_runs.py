@@ -46,7 +46,8 @@ def _values(state: LogicalState) -> dict[str, Tree]:
     step = int(state.values["global_steps"]) % 10_000
     if state.values["lr_scheduler"] is not None:
         rates = [float(g["lr"]) for g in state.groups or ()]
-        found["lr_scheduler"] = {"base_lrs": rates, "last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+        counted = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+        found["lr_scheduler"] = {"step_size": 30, "gamma": 1.0, "base_lrs": rates, **counted}  # StepLR
     return found
 
 

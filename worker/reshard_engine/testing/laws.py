@@ -404,8 +404,11 @@ def gather_then_slice(trial: Trial) -> None:
     for fqn, count in expected.overflows.items():
         wanted = f"{counted(count, 'element')} of {printable(fqn)} became infinite in the narrower type"
         assert wanted in run.result.warnings, f"not reported: {wanted}"
-    said = sum("became infinite" in w for w in run.result.warnings)
-    assert said == len(expected.overflows), f"{said} tensors reported as overflowed, not {len(expected.overflows)}"
+    # A tied name may have a copy of its own in the target, which is cast, too.
+    copies = [alias for alias, owner in trial.saved.state.aliases.items() if owner in expected.overflows]
+    named = [f" of {printable(fqn)} became infinite" for fqn in (*expected.overflows, *copies)]
+    others = [w for w in run.result.warnings if "became infinite" in w and not any(text in w for text in named)]
+    assert others == [], f"tensors reported as overflowed that are not: {others}"
 
 
 def every_byte_once(trial: Trial) -> None:
