@@ -172,7 +172,6 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "kind"),
     [
-        (["metadata.json", "common.pt", ".metadata", "__0_0.distcp"], "megatron-core"),
         (["latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model.pt"], "Megatron-LM"),
         (["mp_rank_00_000/model.pt", "mp_rank_00_001/model.pt"], "Megatron-LM"),
     ],

@@ -1,7 +1,7 @@
 """Whole directories of files of ranks, and full files, of which one part is any bytes: a pickle, metadata or JSON.
 
 The formats that trainers leave without DeepSpeed and DCP: verl's and Accelerate's files of FSDP's ranks, the items of
-torch_checkpointing, and files with whole tensors.
+torch_checkpointing, files with whole tensors, and Megatron-core's directories.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from adversarial.corpus.archives import archive, torch_records
 from adversarial.fuzz.distributed import lies_inside
+from house.megatron_runs import MegatronRun
 from house.requests import asked
 from laws.item_files import Items, save_items
 from laws.rank_files import FSDP1, World, save_accelerate, save_verl, small_model
@@ -135,6 +136,25 @@ def _of_whole_tensors() -> tuple[_Directory, ...]:
     )
 
 
+@cache
+def _of_megatron() -> tuple[_Directory, ...]:
+    """Buckets of `torch_dist`, and directories of two tensor-parallel ranks."""
+    run = MegatronRun(tensor=2)
+
+    def inside(save: Callable[[Path], Path]) -> Callable[[Path], None]:
+        def into(folder: Path) -> None:
+            for found in [*save(folder / "run").iterdir()]:
+                found.rename(folder / found.name)
+
+        return into
+
+    model, optimizer = "mp_rank_01/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"
+    return (
+        _made(inside(run.save_torch_dist), ".metadata", "common.pt", "metadata.json"),
+        _made(inside(run.save_legacy), model, optimizer),
+    )
+
+
 def _fuzz(directories: Sequence[_Directory], data: bytes) -> None:
     """One part of one directory, up to the layout of a target; what was read lies inside of its files."""
     parts = [(directory, name) for directory in directories for name in directory.parts]
@@ -170,6 +190,11 @@ def fuzz_whole_tensors(data: bytes) -> None:
     _fuzz(_of_whole_tensors(), data)
 
 
+def fuzz_megatron(data: bytes) -> None:
+    """A file of Megatron-core beside the others of its save."""
+    _fuzz(_of_megatron(), data)
+
+
 def seeds_of_ranks() -> list[bytes]:
     """The parts as they are, each behind its number; as for the others."""
     return _seeds(_of_ranks())
@@ -183,3 +208,8 @@ def seeds_of_items() -> list[bytes]:
 def seeds_of_whole_tensors() -> list[bytes]:
     """The parts of full files."""
     return _seeds(_of_whole_tensors())
+
+
+def seeds_of_megatron() -> list[bytes]:
+    """The parts of Megatron-core's directories."""
+    return _seeds(_of_megatron())

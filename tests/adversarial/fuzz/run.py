@@ -33,7 +33,7 @@ _EXECUTIONS = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
 _PEAK = re.compile(r"stat::peak_rss_mb:\s+(\d+)")
 SHARES = {
     "pickle": 4, "zip": 3, "checkpoint": 4, "dcp_metadata": 3, "dcp": 3, "fsdp_ranks": 3, "torch_checkpointing": 3,
-    "full_state_dict": 3, "safetensors": 2, "index": 1, "latest": 1, "manifest": 1, "journal": 1,
+    "full_state_dict": 3, "megatron": 3, "safetensors": 2, "index": 1, "latest": 1, "manifest": 1, "journal": 1,
 }  # fmt: skip
 """How much of the time each target gets."""
 

@@ -261,6 +261,7 @@ TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "fsdp_ranks": (ranks.fuzz_fsdp_ranks, ranks.seeds_of_ranks),
     "torch_checkpointing": (ranks.fuzz_items, ranks.seeds_of_items),
     "full_state_dict": (ranks.fuzz_whole_tensors, ranks.seeds_of_whole_tensors),
+    "megatron": (ranks.fuzz_megatron, ranks.seeds_of_megatron),
     "index": (fuzz_index, _indexes),
     "latest": (fuzz_latest, _latest),
     "manifest": (fuzz_manifest, _manifests),

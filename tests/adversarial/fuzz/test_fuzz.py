@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(find_spec("atheris") is None, reason="atheris ha
 
 
 RUNS = {"dcp": 60, "checkpoint": 500, "dcp_metadata": 500}
-RUNS |= dict.fromkeys(("fsdp_ranks", "torch_checkpointing", "full_state_dict"), 20)
+RUNS |= dict.fromkeys(("fsdp_ranks", "torch_checkpointing", "full_state_dict", "megatron"), 20)
 """Runs of targets that take longer: those of whole directories also lay out a target, in 20 to 200 ms."""
-LIKE_FSDP_RANKS = ("torch_checkpointing", "full_state_dict")
+LIKE_FSDP_RANKS = ("torch_checkpointing", "full_state_dict", "megatron")
 """Their start alone takes 15 s of processor time, and most of what they reach `fsdp_ranks` reaches, too."""
 
 

@@ -266,7 +266,7 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
         raise SourceError(
             "source.unsupported",
             f"{name} is a file of Megatron-LM, of one rank of its model parallelism",
-            fix="convert it with Megatron's own tools to Hugging Face weights, and name that directory",
+            fix="name the directory of its iteration, such as iter_0000010, which holds the files of all ranks",
         )
     sections = Sections.of(root)
     lightning = _LIGHTNING in root

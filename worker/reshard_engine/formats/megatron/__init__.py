@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-core: `torch_dist`, with the optimizer."""
+"""Checkpoints of Megatron-core: `torch_dist` and the directories of model-parallel ranks, with the optimizer."""
