@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import reshard
 from house.rank_cases import RankCase, rank_case
+from house.repository import real_checkpoint
 from oracle.whole_tensors import named, whole
 from reshard.errors import SourceError
 
@@ -108,3 +109,26 @@ def test_shifted_states_are_named_and_the_weights_are_left(place: Path, tmp_path
     assert not (tmp_path / "dcp").exists()
     found = weights(source, tmp_path / "weights", damaged="drop-optimizer")
     assert differing(found, truth_of(case, "weight")) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("td_full_gpt_fp32_tp2dp2", "v19_td_full_gpt_fp32_tp2dp2"),
+        ("td_dpresh_gpt_bf16_tp2dp2", "legacy_gpt_bf16_tp2pp1dp2_dist"),
+    ],
+)
+def test_saves_of_one_training_are_equal_however_they_were_made(one: str, other: str, place: Path) -> None:
+    """Versions, and kinds of files and of optimizer states."""
+    report = reshard.diff(case_of(one, place).folder / "ckpt", case_of(other, place).folder / "ckpt")
+    assert report.equal, report
+
+
+def test_a_save_without_arguments_is_read(tmp_path: Path) -> None:
+    """Megatron-core alone, without Megatron-LM's script: no padding is known, and masters round to the weights."""
+    folder = real_checkpoint("mcore_tp2pp2dp2")
+    result = reshard.convert(folder, tmp_path / "dcp", to="dcp", framework="state-dict", progress=False)
+    found = whole(tmp_path / "dcp")
+    assert len(found["model"]) == len(found["optimizer"]["state"]) == 27
+    assert found["model"]["embedding.word_embeddings.weight"].shape == (208, 32)
+    assert any("default rule" in warning for warning in result.warnings)
