@@ -14,8 +14,8 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import parse_json
 from reshard_engine.formats.format import Format, Reader
 from reshard_engine.formats.megatron.legacy import LegacyReader, holds_ranks
-from reshard_engine.formats.megatron.model import DAMAGED
-from reshard_engine.formats.megatron.torch_dist import COMMON, DESCRIPTION, MegatronFacts, TorchDistReader
+from reshard_engine.formats.megatron.model import DAMAGED, MegatronFacts
+from reshard_engine.formats.megatron.torch_dist import COMMON, DESCRIPTION, TorchDistReader
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes
 from reshard_engine.tensors.layout import KnownFiles

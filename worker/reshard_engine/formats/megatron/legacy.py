@@ -35,13 +35,13 @@ from reshard_engine.containers.torch_file import (
     add_whole_tensor,
     open_torch_file,
 )
+from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.megatron.buffers import LayoutError, Member, Slot, slots_in_vector
 from reshard_engine.formats.megatron.common import CommonState, ReadGroups, members_said, read_groups, steps_in
-from reshard_engine.formats.megatron.model import ModelBuilder
+from reshard_engine.formats.megatron.model import RANDOM, ModelBuilder, extra_states
 from reshard_engine.formats.megatron.names import BUFFERS, EXPERT, entries_of
 from reshard_engine.formats.megatron.placement import OUTPUT_LAYER, WORD_EMBEDDINGS, Run, cut_of, model_order
-from reshard_engine.formats.megatron.torch_dist import MegatronFacts
 from reshard_engine.formats.model_weights import checked_state
 from reshard_engine.pickles.nodes import (
     Global,
@@ -74,8 +74,6 @@ _TOOLS = (
     "and name that directory"
 )
 _WEIGHTS_ALONE = "--to safetensors takes the weights alone; or save once with --ckpt-format torch_dist"
-_EXTRA_REASON = "extra states of modules, which only Megatron-core reads: they hold scales of FP8, or nothing"
-_UNKNOWN_REASON = "reshard does not know this key"
 _SCALER = "grad_scaler"
 _SCALER_REASON = "the loss scale of Megatron-core, which starts anew"
 _LISTED_AT_ONCE = 16
@@ -187,7 +185,7 @@ class _Assembly:
         self._files: list[SourceFile] = []
         self._kinds: Counter[str] = Counter()
         self._unknown: dict[str, None] = {}
-        self._undecided: tuple[Undecided, ...] = ()
+        self._unread: Undecided | None = None
         self._ranks = self._read_files(location, listing)
         first = self._ranks[0]
         self._trees = TreeTensors(self._builder, {f.parsed.file: f.number for f in self._ranks})
@@ -213,7 +211,7 @@ class _Assembly:
             raise SourceError("checkpoint.incomplete", f"{listed(missing)} has no `{MODEL_FILE}`", fix=_COPY_AGAIN)
         if other := next((f for n in names for f in held[n] if _LAYER_WISE.fullmatch(f)), None):
             text = f"`{printable(other)}` is of a layer-wise optimizer, which is not read"
-            self._undecided = (Undecided(Question.OPTIMIZER, text, _WEIGHTS_ALONE),)
+            self._unread = Undecided(Question.OPTIMIZER, text, _WEIGHTS_ALONE)
         sources = [SourceFile(location.store, f"{n}/{MODEL_FILE}", (held[n][MODEL_FILE],)) for n in names]
         pickles = SharedPickles(self._options.ledger)
 
@@ -499,7 +497,7 @@ class _Assembly:
 
     def _read_groups(self) -> ReadGroups | None:
         """The param groups, after all states of the optimizer were registered; None without an optimizer."""
-        if self._undecided or not any("optimizer" in f.items for f in self._ranks):
+        if self._unread is not None or not any("optimizer" in f.items for f in self._ranks):
             return None
         found: list[tuple[_Held, str, _Rank, int]] = []
         try:
@@ -507,7 +505,7 @@ class _Assembly:
                 found += self._states_of(file)
         except LayoutError as error:
             text = f"the places of the optimizer's states are not proven: {error}"
-            self._undecided = (Undecided(Question.OPTIMIZER, text, _WEIGHTS_ALONE),)
+            self._unread = Undecided(Question.OPTIMIZER, text, _WEIGHTS_ALONE)
             return None
         for held, state, rank, number in found:
             self._keep(held, state, rank, number)
@@ -684,55 +682,34 @@ class _Assembly:
         self._add_weights()
         groups = self._read_groups()
         self._join()
-        parameters, buffers, unproven = self._model.parameters(groups)
-        common = self._common
-        scheduler = common.items.get("opt_param_scheduler")
-        version = common.args.get("megatron_version")
         random_states = {
-            (f.rank.stage, f.rank.tensor): self._trees.carried(f.items["rng_state"], f.parsed)
+            (f.rank.stage, f.rank.tensor): self._trees.carried(f.items[RANDOM], f.parsed)
             for f in self._ranks
-            if "rng_state" in f.items and not f.rank.expert
+            if RANDOM in f.items and not f.rank.expert
         }
-        unread = self._undecided[0].text if self._undecided else ""
-        return Checkpoint(
-            url=self._url,
-            tag=self._options.tag,
-            format="megatron-torch",
-            framework_version=version if isinstance(version, str) else None,
-            world=common.world(),
-            files=tuple(self._files),
-            shard_map=self._builder.build(),
-            parameters=tuple(parameters),
-            buffers=tuple(buffers),
-            shared={},
-            optimizer=None if groups is None else groups.state,
-            foreign_globals=tuple(sorted(self._options.ledger.foreign)),
-            warnings=tuple(self._model.warnings()),
-            agreements=(*self._model.agreements, *self._model.roundings()),
-            counters=common.counters(),
-            schedulers=() if scheduler is None else (scheduler,),
-            module_names=tuple(n for n in self._model.order if n in self._model.weights),
-            not_carried=tuple(self._not_carried()),
-            facts=MegatronFacts(common, random_states),
-            undecided=self._undecided if groups is None else groups.undecided,
-            assumed=() if groups is None else groups.assumed,
-            unproven=frozenset(unproven),
-            no_optimizer=unread,
+        return self._model.checkpoint(
+            self._url,
+            "megatron-torch",
+            self._files,
+            self._options,
+            groups,
+            unread=self._unread,
+            random_states=random_states,
+            not_carried=self._not_carried(),
         )
 
     def _not_carried(self) -> Iterator[NotCarried]:
         if count := self._kinds[_EXTRA_STATE]:
-            yield NotCarried(path=f"*.{_EXTRA_STATE} ({counted(count, 'object')})", reason=_EXTRA_REASON)
+            yield extra_states(count)
         scaled = [n for n in _optimizers(self._common.items.get("optimizer")) if is_mapping(n)]
         if any(_SCALER in mapping_items(n, what="optimizer") for n in scaled):
             yield NotCarried(path=f"optimizer.{_SCALER}", reason=_SCALER_REASON)
-        for path in self._unknown:
-            yield NotCarried(path=printable(path), reason=_UNKNOWN_REASON)
+        yield from named(self._unknown, UNKNOWN)
 
 
 def _is_tensors(key: str | int) -> bool:
     """True for the keys of a rank's file that hold its tensors; everything else is of the run."""
-    return key in ("optimizer", "rng_state") or (isinstance(key, str) and _MODEL.fullmatch(key) is not None)
+    return key in ("optimizer", RANDOM) or (isinstance(key, str) and _MODEL.fullmatch(key) is not None)
 
 
 def _optimizers(node: Node) -> list[Node]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from reshard.errors import SourceError, counted, listed, printable
-from reshard_engine.checkpoint import Agreement, Buffer, Parameter
+from reshard.models.jobs import NotCarried
+from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, FormatFacts, Parameter, Undecided
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.megatron.common import CommonState, ReadGroups
 from reshard_engine.formats.megatron.names import BUFFERS, VOCABULARY
+from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.cuts import Cut, CutError, joined, rows_of, whole_shape
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
+RANDOM = "rng_state"
+_EXTRA_REASON = "extra states of modules, which only Megatron-core reads: they hold scales of FP8, or nothing"
 DAMAGED = "checkpoint.damaged"
 _DAMAGED_FIX = (
     "--damaged drop-optimizer takes the weights alone, which are right; or resume from an older checkpoint. "
@@ -22,6 +29,26 @@ _NOT_THOSE = (
     "--damaged drop-optimizer takes the weights alone"
 )
 _OTHER_RANKS = "the files are of different saves or runs: copy those of one save"
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFacts(FormatFacts):
+    """What only Megatron-core keeps."""
+
+    common: CommonState
+    random_states: Mapping[tuple[int, ...], Node] = field(default_factory=dict[tuple[int, ...], Node])
+    """Random states by pipeline and tensor-parallel rank."""
+
+    def own_state(self) -> Mapping[str | int, Node]:
+        """The arguments of the run, its random states, and the rest of the common state."""
+        known = {"optimizer", "opt_param_scheduler", "iteration"}
+        own = {k: v for k, v in self.common.items.items() if k not in known}
+        return own | ({RANDOM: f"of {counted(len(self.random_states), 'rank')}"} if self.random_states else {})
+
+
+def extra_states(count: int) -> NotCarried:
+    """So many extra states of modules, which are not carried."""
+    return NotCarried(path=f"*._extra_state ({counted(count, 'object')})", reason=_EXTRA_REASON)
 
 
 class ModelBuilder:
@@ -115,6 +142,62 @@ class ModelBuilder:
         tensors = self._builder.tensors
         return {name: len(tensors[next(iter(s.values()))].shape) for name, s in self.states.items()}
 
+    def checkpoint(
+        self,
+        url: str,
+        kind: str,
+        files: Sequence[SourceFile],
+        options: ReadOptions,
+        groups: ReadGroups | None,
+        *,
+        unread: Undecided | None,
+        random_states: Mapping[tuple[int, ...], Node],
+        not_carried: Iterable[NotCarried],
+    ) -> Checkpoint:
+        """The checkpoint of everything that was added.
+
+        Args:
+            url: Its directory.
+            kind: Name of the form of its files, for people.
+            files: The files of the shard map.
+            options: Those of reading.
+            groups: The param groups; None for a checkpoint without optimizer, or if it was not read.
+            unread: The reason why the optimizer was not read; None if it was, or there is none.
+            random_states: By pipeline and tensor-parallel rank.
+            not_carried: What the files hold and the checkpoint does not.
+
+        Raises:
+            SourceError: `checkpoint.coverage`, `checkpoint.incomplete` for states without a weight.
+        """
+        parameters, buffers, unproven = self.parameters(groups)
+        common, undecided = self._common, () if unread is None else (unread,)
+        scheduler, version = common.items.get("opt_param_scheduler"), common.args.get("megatron_version")
+        return Checkpoint(
+            url=url,
+            tag=options.tag,
+            format=kind,
+            framework_version=version if isinstance(version, str) else None,
+            world=common.world(),
+            files=tuple(files),
+            shard_map=self._builder.build(),
+            parameters=tuple(parameters),
+            buffers=tuple(buffers),
+            shared={},
+            optimizer=None if groups is None else groups.state,
+            foreign_globals=tuple(sorted(options.ledger.foreign)),
+            warnings=tuple(self.warnings()),
+            agreements=(*self.agreements, *self.roundings()),
+            counters=common.counters(),
+            schedulers=() if scheduler is None else (scheduler,),
+            module_names=tuple(n for n in self.order if n in self.weights),
+            not_carried=tuple(not_carried),
+            facts=MegatronFacts(common, random_states),
+            undecided=undecided if groups is None else groups.undecided,
+            assumed=() if groups is None else groups.assumed,
+            unproven=frozenset(unproven),
+            no_optimizer="" if unread is None else unread.text,
+        )
+
     def parameters(self, groups: ReadGroups | None) -> tuple[list[Parameter], list[Buffer], list[str]]:
         """The parameters, the buffers, and the names of which nothing proves what they are.
 
@@ -151,12 +234,10 @@ class ModelBuilder:
             )
         return parameters, buffers, unproven
 
-    def roundings(self, *, damage: bool = False) -> Iterable[Agreement]:
-        """Agreements that find states of other weights: each weight in the model's dtype is its rounded master.
-
-        Args:
-            damage: True where Megatron-core itself is known to save states at wrong places.
-        """
+    def roundings(self) -> Iterable[Agreement]:
+        """Agreements that find states of other weights: each weight in the model's dtype is its rounded master."""
+        # Megatron-core itself saves such states at wrong places.
+        damage = self._common.sharding_type == "fully_reshardable"
         for name, states in self.states.items():
             if "fp32" in states and name in self.weights:
                 yield Agreement(

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reshard.errors import SourceError, counted, printable
+from reshard.errors import SourceError, printable
 from reshard.models.jobs import NotCarried
-from reshard_engine.checkpoint import Checkpoint, FormatFacts, Question, Undecided
+from reshard_engine.checkpoint import Checkpoint, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TreeTensors, open_torch_file
 from reshard_engine.formats.carried import named
@@ -37,7 +37,7 @@ from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import CommonState, ReadGroups, only_one, read_groups
-from reshard_engine.formats.megatron.model import ModelBuilder
+from reshard_engine.formats.megatron.model import RANDOM, ModelBuilder, extra_states
 from reshard_engine.formats.megatron.names import MAX_LAYERS, Entry, entries_of, half_of
 from reshard_engine.formats.model_weights import checked_state
 from reshard_engine.pickles.nodes import Node
@@ -54,8 +54,6 @@ _MASTERS = ("param", "fp32_param")
 _OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 """The key of one object of several: the object's place among them, and how many there are along each axis."""
 _EXTRA_STATE = "._extra_state"
-_RANDOM = "rng_state"
-_EXTRA_REASON = "extra states of modules, which only Megatron-core reads: they hold scales of FP8, or nothing"
 _RANDOM_REASON = "random states of Megatron-core's ranks, which only a run of the same layout takes"
 _OBJECT_REASON = "an object that only Megatron-core reads"
 _BUCKETS_REASON = (
@@ -67,21 +65,6 @@ _WEIGHTS_ALONE = (
     "--to safetensors takes the weights alone; or save once with --dist-ckpt-optim-fully-reshardable, which keeps names"
 )
 _COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
-
-
-@dataclass(frozen=True, slots=True)
-class MegatronFacts(FormatFacts):
-    """What only Megatron-core keeps."""
-
-    common: CommonState
-    random_states: Mapping[tuple[int, ...], Node] = field(default_factory=dict[tuple[int, ...], Node])
-    """Random states by pipeline and tensor-parallel rank."""
-
-    def own_state(self) -> Mapping[str | int, Node]:
-        """The arguments of the run, its random states, and the rest of the common state."""
-        known = {"optimizer", "opt_param_scheduler", "iteration"}
-        own = {k: v for k, v in self.common.items.items() if k not in known}
-        return own | ({_RANDOM: f"of {counted(len(self.random_states), 'rank')}"} if self.random_states else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +136,7 @@ class _Assembly:
         self._chunks = ChunkTensors(self._builder, self._state.files, self._wanted(), options.ledger)
         self._model = ModelBuilder(self._builder, self._common)
         self._whole: dict[str, SavedWeight] = {}
-        self._undecided: tuple[Undecided, ...] = ()
+        self._unread: Undecided | None = None
 
     @property
     def _old_type(self) -> str:
@@ -195,42 +178,19 @@ class _Assembly:
     def checkpoint(self) -> Checkpoint:
         """The checkpoint of everything that was read."""
         self._read_tensors()
-        groups, unread = self._read_groups()
-        parameters, buffers, unproven = self._model.parameters(groups)
+        groups = self._read_groups()
         random_states, not_carried = self._objects()
-        common = self._common
-        scheduler = common.items.get("opt_param_scheduler")
-        version = common.args.get("megatron_version")
-        return Checkpoint(
-            url=self._url,
-            tag=self._options.tag,
-            format="megatron-torch-dist",
-            framework_version=version if isinstance(version, str) else None,
-            world=common.world(),
-            files=tuple(self._files),
-            shard_map=self._builder.build(),
-            parameters=tuple(parameters),
-            buffers=tuple(buffers),
-            shared={},
-            optimizer=None if groups is None else groups.state,
-            foreign_globals=tuple(sorted(self._options.ledger.foreign)),
-            warnings=tuple(self._model.warnings()),
-            agreements=(
-                *self._chunks.agreements,
-                *self._buckets.agreements,
-                *self._model.agreements,
-                *self._model.roundings(damage=self._common.sharding_type == "fully_reshardable"),
-            ),
-            counters=common.counters(),
-            schedulers=() if scheduler is None else (scheduler,),
-            module_names=tuple(n for n in self._model.order if n in self._model.weights),
-            not_carried=tuple(not_carried),
-            facts=MegatronFacts(common, random_states),
-            undecided=self._undecided if groups is None else groups.undecided,
-            assumed=() if groups is None else groups.assumed,
-            unproven=frozenset(unproven),
-            no_optimizer=unread,
+        built = self._model.checkpoint(
+            self._url,
+            "megatron-torch-dist",
+            self._files,
+            self._options,
+            groups,
+            unread=self._unread,
+            random_states=random_states,
+            not_carried=not_carried,
         )
+        return replace(built, agreements=(*self._chunks.agreements, *self._buckets.agreements, *built.agreements))
 
     # Tensors.
 
@@ -300,22 +260,20 @@ class _Assembly:
 
     # Parameters.
 
-    def _read_groups(self) -> tuple[ReadGroups | None, str]:
+    def _read_groups(self) -> ReadGroups | None:
         if kind := self._old_type:
             reason = f"its optimizer was saved as {kind}, which reshard does not read"
-            self._undecided = (Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE),)
-            return None, reason
+            self._unread = Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE)
+            return None
         if self._buckets.found:
             try:
                 more = self._buckets.read(self._opened, self._whole, self._common, self._model)
             except LayoutError as error:
                 reason = f"{_BUCKETS_REASON}, and their places in it are not proven: {error}"
-                self._undecided = (Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE),)
-                return None, reason
-            return read_groups(self._common, self._model.dims(), more), ""
-        if not self._model.states:
-            return None, ""
-        return read_groups(self._common, self._model.dims()), ""
+                self._unread = Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE)
+                return None
+            return read_groups(self._common, self._model.dims(), more)
+        return read_groups(self._common, self._model.dims()) if self._model.states else None
 
     # Objects.
 
@@ -329,18 +287,16 @@ class _Assembly:
             name = key if match is None else match[1]
             if name == _COMMON_ENTRY or self._buckets.has_read(key):
                 continue
-            if name == _RANDOM and match is not None:
+            if name == RANDOM and match is not None:
                 random[tuple(map(int, match[2].split(".")))] = value
             elif name.endswith(_EXTRA_STATE):
                 kinds[name] += 1
             else:
                 not_carried += named([key], _OBJECT_REASON)
         if kinds:
-            not_carried.append(
-                NotCarried(path=f"*{_EXTRA_STATE} ({counted(kinds.total(), 'object')})", reason=_EXTRA_REASON)
-            )
+            not_carried.append(extra_states(kinds.total()))
         opened = self._opened([*random.values()])
-        return {place: only_one(node, _RANDOM) for place, node in zip(random, opened, strict=True)}, not_carried
+        return {place: only_one(node, RANDOM) for place, node in zip(random, opened, strict=True)}, not_carried
 
 
 def _key_and_state(key: str) -> tuple[str, str]:
