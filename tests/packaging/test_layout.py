@@ -88,11 +88,10 @@ OF_OTHERS = {
     },
     # Names of Megatron-core, too.
     "formats/megatron/legacy.py": {
-        *("rng_state", "checkpoint_version", "mp_rank_"),
+        *("checkpoint_version", "mp_rank_"),
         r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?",
     },
-    "formats/megatron/torch_dist.py": {"rng_state"},
-    "formats/megatron/model.py": {"padded_vocab_size"},
+    "formats/megatron/model.py": {"padded_vocab_size", "rng_state"},
     "pickles/policy.py": {  # the reviewed allow-list is one list
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",

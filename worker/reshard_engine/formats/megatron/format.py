@@ -1,28 +1,317 @@
-"""Checkpoints of Megatron-core as a format."""
+"""Checkpoints of Megatron-core as a format, and the reader of `torch_dist`, its distributed checkpoints.
+
+The tensors are those of a distributed checkpoint of torch under names of Megatron's own: `decoder.layers.mlp.…` has an
+axis of layers in front, `optimizer.state.exp_avg.decoder.…` is a moment of it. The chunks of all ranks are boxes of
+these tensors, so that nothing here asks for the layout of the run.
+
+Source: megatron-core 0.16.1 and 0.19.2 `dist_checkpointing/strategies/torch.py` (`mcore_to_pyt_state_dict`: keys, and
+`KEY/shard_OFFSETS_SHAPE` for objects), `optimizer/distrib_optimizer.py` (`sharded_param_state_fully_reshardable`),
+`optimizer/optimizer.py` (`fp32_param` of a plain optimizer); verified by running both.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
+import numpy as np
+
 from reshard.choices import DamagedPolicy
-from reshard.errors import RequestError, ReshardError, printable
-from reshard.models.jobs import ConvertRequest
+from reshard.errors import RequestError, ReshardError, SourceError, printable
+from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import MegatronOptions
-from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.containers.source_file import parse_json
-from reshard_engine.formats.format import Format, Reader
+from reshard_engine.checkpoint import Checkpoint, Question, Undecided
+from reshard_engine.containers.source_file import SourceFile, parse_json
+from reshard_engine.containers.torch_file import TreeTensors, open_torch_file
+from reshard_engine.formats.carried import named
+from reshard_engine.formats.dcp_files.metadata.model import METADATA_FILE
+from reshard_engine.formats.dcp_files.saved_state import (
+    CarriedValues,
+    SavedTensor,
+    SavedValue,
+    open_values,
+    read_state,
+)
+from reshard_engine.formats.dcp_files.tensors import ChunkTensors
+from reshard_engine.formats.format import Format, Reader, ReadOptions
+from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
+from reshard_engine.formats.megatron.buffers import LayoutError
+from reshard_engine.formats.megatron.common import CommonState, ReadGroups, only_one, read_groups
 from reshard_engine.formats.megatron.legacy import LegacyReader, holds_ranks
-from reshard_engine.formats.megatron.model import DAMAGED, MegatronFacts
-from reshard_engine.formats.megatron.torch_dist import COMMON, DESCRIPTION, TorchDistReader
+from reshard_engine.formats.megatron.model import DAMAGED, RANDOM, MegatronFacts, ModelBuilder, extra_states
+from reshard_engine.formats.megatron.names import MAX_LAYERS, Entry, entries_of, half_of
+from reshard_engine.formats.model_weights import checked_state
+from reshard_engine.pickles.nodes import Node
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes
+from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import KnownFiles
+from reshard_engine.tensors.shard_map import Boxes, LogicalTensor, ShardMapBuilder, add_boxes
 
+_DESCRIPTION = "metadata.json"
 _MOST_BYTES = 1 << 16
 _TRACKER = "latest_checkpointed_iteration.txt"
 _STEP = "iter_{:07d}"
+_COMMON = "common.pt"
+_COMMON_ENTRY = "common_state"
+_STATES = "optimizer.state."
+_MASTERS = ("param", "fp32_param")
+_OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
+"""The key of one object of several: the object's place among them, and how many there are along each axis."""
+_EXTRA_STATE = "._extra_state"
+_OBJECT_REASON = "an object that only Megatron-core reads"
+_BUCKETS_REASON = (
+    "its optimizer is in buckets of data-parallel ranks (dp_reshardable), which hold no names of parameters"
+)
+_OLD_TYPES = ("dp_zero_gather_scatter", "fully_sharded_model_space")
+_OLD_OBJECTS = ".param_state/shard_"
+_WEIGHTS_ALONE = (
+    "--to safetensors takes the weights alone; or save once with --dist-ckpt-optim-fully-reshardable, which keeps names"
+)
+_COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of one parameter, as boxes of files."""
+
+    entry: Entry
+    state: str
+    boxes: Boxes
+    dtype: Dtype
+    shape: tuple[int, ...]
+
+    def rows(self, begin: int, end: int) -> _Stored:
+        """The indices `[begin, end)` of the first axis, in coordinates that begin there."""
+        boxes = self.boxes.boxes
+        offset, size = boxes[:, 0, 0], boxes[:, 1, 0]
+        first, last = np.maximum(offset, begin), np.minimum(offset + size, end)
+        kept = last > first
+        inner = boxes[kept].copy()
+        skipped = (first - offset)[kept] * inner[:, 1, 1:].prod(axis=1)
+        inner[:, 0, 0], inner[:, 1, 0] = (first - begin)[kept], (last - first)[kept]
+        place = self.boxes.offset[kept] + skipped * self.dtype.itemsize_bytes
+        return replace(self, boxes=Boxes(inner, self.boxes.file[kept], place), shape=(end - begin, *self.shape[1:]))
+
+    def within(self, entry: Entry) -> _Stored:
+        """The tensor of one layer, or of one expert, of an entry that has axes for them."""
+        found = replace(self, entry=entry)
+        for at in entry.index:
+            one = found.rows(at, at + 1)
+            boxes = Boxes(one.boxes.boxes[:, :, 1:], one.boxes.file, one.boxes.offset)
+            found = replace(one, boxes=boxes, shape=one.shape[1:])
+        return found
+
+    def added(self, builder: ShardMapBuilder) -> int:
+        """Register the tensor; returns its number."""
+        return add_boxes(builder, LogicalTensor(self.entry.name, self.state, self.dtype, self.shape), self.boxes)
+
+
+class TorchDistReader:
+    """Reads a directory that `dist_checkpointing.save` wrote with the backend `torch_dist`."""
+
+    family = "megatron"
+
+    def recognises(self, listing: Listing) -> bool:
+        """True if the directory has Megatron's description beside torch's metadata; `is_torch_dist` reads it."""
+        return {_DESCRIPTION, METADATA_FILE} <= listing.by_name.keys()
+
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
+        """Read the model, its optimizer and the run's state.
+
+        Raises:
+            SourceError: `checkpoint.*`, `pickle.*`, `zip.*`, `source.unsupported`, `name.invalid`.
+        """
+        return _Assembly(location, listing, options).checkpoint()
+
+
+class _Assembly:
+    """One checkpoint being put together."""
+
+    def __init__(self, location: Location, listing: Listing, options: ReadOptions) -> None:
+        self._url, self._options = location.url, options
+        self._state = read_state(location, listing)
+        self._builder = ShardMapBuilder()
+        self._files: list[SourceFile] = list(self._state.files)
+        self._values = {v.entry.key: v for v in self._state.values}
+        self._carried = CarriedValues(self._builder)
+        self._common = CommonState.of(self._common_node(location, listing), _COMMON)
+        self._buckets = SavedBuckets(self._builder, self._state, options.ledger)
+        self._chunks = ChunkTensors(self._builder, self._state.files, self._wanted(), options.ledger)
+        self._model = ModelBuilder(self._builder, self._common)
+        self._whole: dict[str, SavedWeight] = {}
+        self._unread: Undecided | None = None
+
+    @property
+    def _old_type(self) -> str:
+        """How the optimizer was saved, if in a way that nothing reads; else empty."""
+        flattened = any(t.part.metadata.original_shapes for t in self._state.tensors)
+        said = self._common.sharding_type or ""
+        held = any(_OLD_OBJECTS in key for key in self._values)
+        return said if said in _OLD_TYPES else _OLD_TYPES[1] if flattened else _OLD_TYPES[0] if held else ""
+
+    def _wanted(self) -> list[SavedTensor]:
+        unread = (_STATES,) if self._old_type else ()
+        return [t for t in self._state.tensors if not is_of_buckets(t.entry.key) and not t.entry.key.startswith(unread)]
+
+    def _common_node(self, location: Location, listing: Listing) -> Node:
+        """The common state: a file up to 0.18, an object of the distributed checkpoint from 0.19 on.
+
+        Source: megatron-core 0.19.2 `dist_checkpointing/serialization.py` (`load_common_state_dict` asks for the file
+        first).
+        """
+        if (info := listing.by_name.get(_COMMON)) is not None:
+            parsed = open_torch_file(SourceFile(location.store, _COMMON, (info,)), self._options.ledger)
+            self._files.append(parsed.file)
+            return TreeTensors(self._builder, {parsed.file: len(self._files) - 1}).carried(parsed.root, parsed)
+        value = self._values.get(f"{_COMMON_ENTRY}/shard_0_1")
+        if value is None:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{printable(self._url)} has neither `{_COMMON}` nor the entry {_COMMON_ENTRY}: one of them holds the "
+                "param groups and counters of the run",
+                fix=_COPY_AGAIN,
+            )
+        return only_one(self._opened([value])[0], _COMMON_ENTRY)
+
+    def _opened(self, values: Sequence[SavedValue]) -> list[Node]:
+        parsed = open_values(self._files, values, self._options.ledger)
+        files = [v.part.first_file + v.entry.file for v in values]
+        return [self._carried.carried(one, file) for one, file in zip(parsed, files, strict=True)]
+
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint of everything that was read."""
+        self._read_tensors()
+        groups = self._read_groups()
+        random_states, not_carried = self._objects()
+        built = self._model.checkpoint(
+            self._url,
+            "megatron-torch-dist",
+            self._files,
+            self._options,
+            groups,
+            unread=self._unread,
+            random_states=random_states,
+            not_carried=not_carried,
+        )
+        return replace(built, agreements=(*self._chunks.agreements, *self._buckets.agreements, *built.agreements))
+
+    # Tensors.
+
+    def _read_tensors(self) -> None:
+        """Register every tensor of the model and of the optimizer, layer by layer."""
+        halves: dict[tuple[str, str], list[SavedTensor | None]] = {}
+        found: list[_Stored] = []
+        for tensor in self._wanted():
+            key, state = _key_and_state(tensor.entry.key)
+            if (half := half_of(key)) is None:
+                boxes = self._chunks.boxes(key, state, [tensor])
+                found += self._taken(key, _Stored(Entry(key), state, boxes, tensor.entry.dtype, tensor.entry.shape))
+            else:
+                halves.setdefault((half[0], state), [None, None])[half[1]] = tensor
+        for (key, state), pair in halves.items():
+            found += self._taken(key, self._joined(key, state, pair))
+        # The model's order: what is before the layers, the layers, and what is behind them.
+        begin = next((at for at, one in enumerate(found) if one.entry.layer is not None), 0)
+        outside = [-1 if at < begin else MAX_LAYERS for at in range(len(found))]
+        layers = [one.entry.layer if one.entry.layer is not None else outside[at] for at, one in enumerate(found)]
+        for at in sorted(range(len(found)), key=layers.__getitem__):
+            self._register(found[at])
+
+    def _joined(self, key: str, state: str, pair: Sequence[SavedTensor | None]) -> _Stored:
+        """A gated unit whose halves were saved apart: the gate's rows, and then those of the other half."""
+        kinds = {None if half is None else (half.entry.shape, half.entry.dtype) for half in pair}
+        first, second = pair
+        if len(kinds) > 1 or first is None or second is None:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"of {printable(key)} the halves _w and _v are not both there, or differ in shape or type",
+                fix=_COPY_AGAIN,
+            )
+        one, other = (self._chunks.boxes(key, state, [half]) for half in (first, second))
+        shape, moved = first.entry.shape, other.boxes.copy()
+        # Axes of layers and experts are in front of the rows.
+        dim = len(shape) - (1 if key.endswith(".bias") else 2)
+        moved[:, 0, dim] += shape[dim]
+        boxes, file, offset = (
+            np.concatenate(columns)
+            for columns in ((one.boxes, moved), (one.file, other.file), (one.offset, other.offset))
+        )
+        whole = tuple(2 * n if d == dim else n for d, n in enumerate(shape))
+        return _Stored(Entry(key), state, Boxes(boxes, file, offset), first.entry.dtype, whole)
+
+    def _taken(self, key: str, stored: _Stored) -> list[_Stored]:
+        """The parameters of one entry."""
+        layers, shape = self._common.number("num_layers"), stored.shape
+        entries = entries_of(key, shape)
+        if key.startswith("decoder.layers.") and entries[0].index and layers not in (None, shape[0]):
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(key)} has {shape[0]} layers, and the run's arguments say {layers}",
+                fix="the files are of different saves: copy those of one save",
+            )
+        return [stored.within(entry) for entry in entries]
+
+    def _register(self, stored: _Stored) -> None:
+        name, state, model = stored.entry.name, stored.state, self._model
+        if state == "weight":
+            self._whole[name] = SavedWeight(stored.dtype, stored.shape, stored.boxes)
+        if (rows := model.data_rows(name, stored.shape)) is not None:
+            padding = stored.rows(rows, stored.shape[0])
+            model.padding.setdefault(name, {})[state] = padding.added(self._builder)
+            stored = stored.rows(0, rows)
+        model.add(name, state, stored.added(self._builder))
+
+    # Parameters.
+
+    def _read_groups(self) -> ReadGroups | None:
+        if kind := self._old_type:
+            reason = f"its optimizer was saved as {kind}, which reshard does not read"
+            self._unread = Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE)
+            return None
+        if self._buckets.found:
+            try:
+                more = self._buckets.read(self._opened, self._whole, self._common, self._model)
+            except LayoutError as error:
+                reason = f"{_BUCKETS_REASON}, and their places in it are not proven: {error}"
+                self._unread = Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE)
+                return None
+            return read_groups(self._common, self._model.dims(), more)
+        return read_groups(self._common, self._model.dims()) if self._model.states else None
+
+    # Objects.
+
+    def _objects(self) -> tuple[dict[tuple[int, ...], Node], list[NotCarried]]:
+        """Random states by rank, and what is left of the objects."""
+        kinds: Counter[str] = Counter()
+        random: dict[tuple[int, ...], SavedValue] = {}
+        not_carried: list[NotCarried] = []
+        for key, value in self._values.items():
+            match = _OBJECT.fullmatch(key)
+            name = key if match is None else match[1]
+            if name == _COMMON_ENTRY or self._buckets.has_read(key):
+                continue
+            if name == RANDOM and match is not None:
+                random[tuple(map(int, match[2].split(".")))] = value
+            elif name.endswith(_EXTRA_STATE):
+                kinds[name] += 1
+            else:
+                not_carried += named([key], _OBJECT_REASON)
+        if kinds:
+            not_carried.append(extra_states(kinds.total()))
+        opened = self._opened([*random.values()])
+        return {place: only_one(node, RANDOM) for place, node in zip(random, opened, strict=True)}, not_carried
+
+
+def _key_and_state(key: str) -> tuple[str, str]:
+    """The model's key of an entry, and the state: `weight` for the model's own tensor."""
+    if not key.startswith(_STATES):
+        return key, "weight"
+    state, _, rest = key[len(_STATES) :].partition(".")
+    return rest, "fp32" if state in _MASTERS else checked_state(state)
 
 
 class Megatron(Format):
@@ -31,17 +320,17 @@ class Megatron(Format):
     name = "megatron"
     readers: ClassVar[tuple[Reader, ...]] = (TorchDistReader(), LegacyReader())
     of_training = True
-    files = KnownFiles(entries=(COMMON,))
+    files = KnownFiles(entries=(_COMMON,))
 
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if the description names Megatron's backend: other programs write a `metadata.json` as well."""
-        info = listing.by_name.get(DESCRIPTION)
+        info = listing.by_name.get(_DESCRIPTION)
         if info is None and LegacyReader().recognises(listing):
             return holds_ranks(location, listing)
         if info is None or info.size_bytes > _MOST_BYTES:
             return False
         try:
-            said = parse_json(read_bytes(location.store, info), code="checkpoint.malformed", what=DESCRIPTION)
+            said = parse_json(read_bytes(location.store, info), code="checkpoint.malformed", what=_DESCRIPTION)
         except ReshardError:
             return False
         return isinstance(said, dict) and cast("dict[str, Any]", said).get("sharded_backend") == "torch_dist"
