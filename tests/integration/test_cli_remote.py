@@ -162,6 +162,8 @@ def test_names_and_short_ids_that_people_type(shell: Shell) -> None:
     lines = shell.run("jobs", "logs", "-f", short).stdout.splitlines()
     assert len(lines) == len(events)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  SUCCEEDED.*", lines[-1])
+    other = shell.run("submit", source, str(shell.directory / "typed too"), "--to", "universal", "-q")
+    assert other.returncode == 0, other.stderr
     several = shell.run("jobs", "show", "job")
     assert (several.returncode, "request.invalid" in several.stderr) == (2, True), several.stderr
     none = shell.run("jobs", "show", "zzzzzzzz")
