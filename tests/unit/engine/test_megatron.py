@@ -1,4 +1,4 @@
-"""What `torch_dist` of Megatron-core may look like, good and bad: layers, experts, halves, common data, groups."""
+"""Saves of `torch_dist`, good and bad: layers, experts, halves, common data, groups."""
 
 from __future__ import annotations
 

@@ -167,9 +167,9 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
             return _pointed(location, listing, pointer, name)
     if (here := _recognise(location, listing, None, of_training=(False,))) is not None:
         return here
-    if (tracked := _tracked(location, listing)) is not None:
-        return tracked
     below = _Below(location)
+    if (tracked := _tracked(location, below, listing)) is not None:
+        return tracked
     details = _models(location, below, listing)
     known = _tag_fix(below, listing) or _below_fix(location, below, listing)
     if not known and (single := _only_file(location, listing)) is not None:
@@ -183,7 +183,7 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
     )
 
 
-def _tracked(location: Location, listing: Listing) -> Found | None:
+def _tracked(location: Location, below: _Below, listing: Listing) -> Found | None:
     """The newest checkpoint of a run, as the tracker of a format names it.
 
     Raises:
@@ -193,7 +193,7 @@ def _tracked(location: Location, listing: Listing) -> Found | None:
         if (found := _recognise_child(location, tag)) is not None:
             return found
     other = unsupported_kind(location, listing)
-    if other is not None and not _tag_fix(_Below(location), listing):
+    if other is not None and not _tag_fix(below, listing):
         raise other
     return None
 

@@ -30,7 +30,7 @@ from reshard_engine.formats.megatron.buffers import Bucket, LayoutError, Member,
 from reshard_engine.formats.megatron.common import CommonState, only_one, steps_in
 from reshard_engine.formats.megatron.model import ModelBuilder
 from reshard_engine.formats.megatron.names import BUFFERS
-from reshard_engine.formats.megatron.placement import OUTPUT_LAYER, WORD_EMBEDDINGS, Run, orders_of, tied
+from reshard_engine.formats.megatron.placement import GATED, OUTPUT_LAYER, WORD_EMBEDDINGS, Run, orders_of, tied
 from reshard_engine.formats.model_weights import checked_state
 from reshard_engine.pickles.nodes import Global, Node, PDict, PTuple, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -41,12 +41,9 @@ from reshard_engine.tensors.shard_map import Boxes, ShardMapBuilder
 _GROUP = r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\."
 _KEY = re.compile(_GROUP + r"gbuf_idx_(\d{1,6})\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d{1,6})\.(\w+)")
 _OBJECT = re.compile(_GROUP + r"(optimizer|per_bucket_numel|per_bucket_numel_unpadded)/shard_0_1")
-_OTHER_FORM = re.compile(_GROUP + r"param_state/.+")
-"""All states of a rank in one object (`dp_zero_gather_scatter`)."""
 _ANY = re.compile(_GROUP + r".+")
 _FILE_OF_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 _MASTERS = "param"
-_GATED = re.compile(r".+\.linear_fc1\.(?:weight|bias)")
 _COPY = "the copy of the embedding that the last stage holds"
 _FIX = "the metadata is damaged, or of another save: copy the checkpoint again"
 
@@ -103,10 +100,9 @@ class SavedBuckets:
                 owner = int(match[1] or 0), int(match[2])
                 self._objects.setdefault(owner, {})[match[3]] = value
         keys = [t.entry.key for t in state.tensors if is_of_buckets(t.entry.key)]
-        other = [v.entry.key for v in state.values if _OTHER_FORM.fullmatch(v.entry.key)]
-        self.found = bool(keys or other or self._objects)
+        self.found = bool(keys or self._objects)
         """True if the checkpoint has an optimizer in buckets."""
-        self._unread = next((k for k in (*keys, *other) if _KEY.fullmatch(k) is None), None)
+        self._unread = next((k for k in keys if _KEY.fullmatch(k) is None), None)
 
     def _note(self, tensor: SavedTensor, match: re.Match[str]) -> None:
         owner = int(match[1] or 0), int(match[2])
@@ -145,8 +141,7 @@ class SavedBuckets:
         """
         if self._unread is not None or not self._buffers:
             raise LayoutError(
-                f"{printable(self._unread or 'an object')} is of another form of these states, such as "
-                "dp_zero_gather_scatter, which is not read"
+                f"{printable(self._unread or 'an object')} is of another form of these states, which is not read"
             )
         if (other := next((v for v in self._vectors() if not v.entry.dtype.floating), None)) is not None:
             raise LayoutError(f"{printable(other.entry.key)} is of {other.entry.dtype.name}")
@@ -407,7 +402,7 @@ class _Fit:
         if len(along) == 1:
             dim = int(along[0])
             length = int(shape[dim])
-            for sections in (1, 2) if _GATED.fullmatch(name) else (1,):
+            for sections in (1, 2) if GATED.fullmatch(name) else (1,):
                 count = ranks * sections
                 width = length // count
                 even = length % count == 0 and len(boxes) == count and bool((sizes[:, dim] == width).all())

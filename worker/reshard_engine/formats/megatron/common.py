@@ -1,4 +1,4 @@
-"""What is not a tensor in a checkpoint of Megatron-core: arguments, param groups, the scheduler, counters.
+"""The common state of a checkpoint of Megatron-core, without tensors: arguments, param groups, scheduler, counters.
 
 Up to 0.18 it is `common.pt`, from 0.19 on the entry `common_state`, a list of one dict. Both hold the same dict. Param
 groups do not list their parameters: each loading run makes them anew by its own rule, and matches them by the fields

@@ -325,9 +325,9 @@ class Megatron(Format):
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if the description names Megatron's backend: other programs write a `metadata.json` as well."""
         info = listing.by_name.get(_DESCRIPTION)
-        if info is None and LegacyReader().recognises(listing):
+        if info is None:
             return holds_ranks(location, listing)
-        if info is None or info.size_bytes > _MOST_BYTES:
+        if info.size_bytes > _MOST_BYTES:
             return False
         try:
             said = parse_json(read_bytes(location.store, info), code="checkpoint.malformed", what=_DESCRIPTION)

@@ -38,7 +38,7 @@ from reshard_engine.containers.torch_file import (
 from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.megatron.buffers import LayoutError, Member, Slot, slots_in_vector
-from reshard_engine.formats.megatron.common import CommonState, ReadGroups, members_said, read_groups, steps_in
+from reshard_engine.formats.megatron.common import CommonState, members_said, read_groups, steps_in
 from reshard_engine.formats.megatron.model import RANDOM, ModelBuilder, extra_states
 from reshard_engine.formats.megatron.names import BUFFERS, EXPERT, entries_of
 from reshard_engine.formats.megatron.placement import OUTPUT_LAYER, WORD_EMBEDDINGS, Run, cut_of, model_order
@@ -108,7 +108,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _File:
-    """What one rank saved."""
+    """The file that one rank saved."""
 
     rank: _Rank
     parsed: TorchFile
@@ -308,7 +308,7 @@ class _Assembly:
                     )
 
     def _facts_of(self, file: _File) -> dict[str, str]:
-        """What all ranks of one save have in common, as texts."""
+        """The facts that all ranks of one save have in common, as texts."""
         args = file.common.args
         wanted = ("num_layers", "num_experts", "tensor_model_parallel_size", "pipeline_model_parallel_size")
         found = {key: str(args.get(key)) for key in wanted}
@@ -495,10 +495,10 @@ class _Assembly:
 
     # The optimizer.
 
-    def _read_groups(self) -> ReadGroups | None:
-        """The param groups, after all states of the optimizer were registered; None without an optimizer."""
+    def _add_states(self) -> bool:
+        """Register all states of the optimizer; False without an optimizer, or if its states are not read."""
         if self._unread is not None or not any("optimizer" in f.items for f in self._ranks):
-            return None
+            return False
         found: list[tuple[_Held, str, _Rank, int]] = []
         try:
             for file in self._ranks:
@@ -506,17 +506,10 @@ class _Assembly:
         except LayoutError as error:
             text = f"the places of the optimizer's states are not proven: {error}"
             self._unread = Undecided(Question.OPTIMIZER, text, _WEIGHTS_ALONE)
-            return None
+            return False
         for held, state, rank, number in found:
             self._keep(held, state, rank, number)
-        return read_groups(self._common, self._dims())
-
-    def _dims(self) -> dict[str, int]:
-        tensors = self._builder.tensors
-        names = model_order([*dict.fromkeys(name for name, _ in self._in_rank_order())])
-        held = {name for name, state in self._parts if state != "weight"}
-        first = {name: next(iter(self._parts[name, "weight"].values())) for name in names if name in held}
-        return {name: len(tensors[number].shape) for name, number in first.items()}
+        return True
 
     def _states_of(self, file: _File) -> list[tuple[_Held, str, _Rank, int]]:
         chained = _optimizers(file.items.get("optimizer"))
@@ -680,8 +673,9 @@ class _Assembly:
     def checkpoint(self) -> Checkpoint:
         """The checkpoint of everything that was read."""
         self._add_weights()
-        groups = self._read_groups()
+        has_states = self._add_states()
         self._join()
+        groups = read_groups(self._common, self._model.dims()) if has_states else None
         random_states = {
             (f.rank.stage, f.rank.tensor): self._trees.carried(f.items[RANDOM], f.parsed)
             for f in self._ranks

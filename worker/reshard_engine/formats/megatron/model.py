@@ -33,7 +33,7 @@ _OTHER_RANKS = "the files are of different saves or runs: copy those of one save
 
 @dataclass(frozen=True, slots=True)
 class MegatronFacts(FormatFacts):
-    """What only Megatron-core keeps."""
+    """The facts that only Megatron-core keeps."""
 
     common: CommonState
     random_states: Mapping[tuple[int, ...], Node] = field(default_factory=dict[tuple[int, ...], Node])
@@ -246,12 +246,7 @@ class ModelBuilder:
                 )  # fmt: skip
 
     def warnings(self) -> Iterable[str]:
-        """What a user should know of the parameters."""
+        """Warnings about the parameters."""
         padded = any(n in VOCABULARY for n in self.order) and self._common.number("padded_vocab_size") is not None
         if padded and self._common.number("vocab_size") is None:
             yield "the files do not say how many rows of the vocabulary are padding: all of them are kept"
-
-
-def same_shapes(shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> str | None:
-    """A name that two ranks do not both hold in one shape; None if there is none."""
-    return next((n for n in {**shapes, **others} if shapes.get(n) != others.get(n)), None)

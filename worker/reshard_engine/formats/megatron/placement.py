@@ -43,7 +43,7 @@ _MODULES = (
 _WITHIN = ("gate_weight", "linear_fc1", "linear_fc2")
 _LEAVES = ("weight", "bias")
 _COLUMN = re.compile(r"(?:.+\.)?(?:word_embeddings|linear_qkv|output_layer)\.(?:weight|bias)")
-_GATED = re.compile(r".+\.linear_fc1\.(?:weight|bias)")
+GATED = re.compile(r".+\.linear_fc1\.(?:weight|bias)")
 _ROW = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight")
 _WHOLE = re.compile(
     r"(?:.+\.)?(?:position_embeddings|[a-z_]*layernorm|router)\.(?:weight|bias)"
@@ -247,10 +247,7 @@ def orders_of(names: Sequence[str], run: Run, *, saved: bool) -> list[list[str]]
                 found.append(sorted(names, key=places.__getitem__))
     if saved:
         keys = dict(zip(names, range(len(names)), strict=True))
-        heads: dict[str, int] = {}
-        for name, at in keys.items():
-            if EXPERT.fullmatch(name):
-                heads.setdefault(name.partition(".mlp.experts.")[0], at)
+        heads = _first_experts(keys)
         found += [
             sorted(names, key=lambda n, group=group: _saved_place(n, keys, heads, grouped=group)) for group in grouped
         ]
@@ -296,13 +293,22 @@ def _place(name: str, *, joined: bool, grouped: bool) -> tuple[int, ...] | None:
     return (number if layer is None else int(layer[1]), place, *inner, _LEAVES.index(leaf))
 
 
+def _first_experts(keys: Mapping[str, int]) -> dict[str, int]:
+    """The first place of an expert's parameter, by layer."""
+    heads: dict[str, int] = {}
+    for name, at in keys.items():
+        if EXPERT.fullmatch(name):
+            heads.setdefault(name.partition(".mlp.experts.")[0], at)
+    return heads
+
+
 def _saved_place(name: str, keys: Mapping[str, int], heads: Mapping[str, int], *, grouped: bool) -> tuple[int, ...]:
     """A key that sorts names as the file has them, but the experts of a layer as their module registers them.
 
     Args:
         name: The parameter.
         keys: The place of each name in the file.
-        heads: The first place of an expert's parameter, by layer.
+        heads: As `_first_experts` finds them.
         grouped: As in `_place`.
     """
     layer = _LAYER.fullmatch(name)
@@ -319,10 +325,7 @@ def model_order(names: Sequence[str]) -> list[str]:
         names: The names in the order of the ranks' files: those of the first stage come first.
     """
     keys = {name: at for at, name in enumerate(names)}
-    heads: dict[str, int] = {}
-    for name, at in keys.items():
-        if EXPERT.fullmatch(name):
-            heads.setdefault(name.partition(".mlp.experts.")[0], at)
+    heads = _first_experts(keys)
     begin = next((at for name, at in keys.items() if _LAYER.fullmatch(name)), len(keys))
 
     def place(name: str) -> tuple[int, ...]:
@@ -354,7 +357,7 @@ def cut_of(name: str, shapes: Mapping[str, tuple[int, ...]], run: Run) -> Cut:
         return Cut(dim=0)
     if _ROW.fullmatch(name):
         return Cut(dim=1)
-    if not _GATED.fullmatch(name):
+    if not GATED.fullmatch(name):
         raise LayoutError(f"nothing says how tensor parallelism cut {printable(name)}")
     rows = shapes[name][0]
     inner = shapes.get(f"{name[: name.index('linear_fc1')]}linear_fc2.weight", ())
