@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from oracle.dcp_models import start_world
 from oracle.gather import gather_states
+from oracle.rank_runs import loss_of
 
 
 def load(path: str, expected: str, tied: dict[str, str], out: str) -> dict[str, int]:
@@ -156,7 +157,7 @@ def resume_zero(path: str, case: dict[str, Any], stage: int, out: str, *, verl: 
         save_file({k: v.detach().contiguous().clone() for k, v in found.items()}, out)
     losses: list[float] = []
     for number in range(_STEPS, 2 * _STEPS):
-        loss = _loss(engine, number)
+        loss = loss_of(engine, number)
         engine.backward(loss)
         engine.step()
         losses.append(_mean(loss))
@@ -300,22 +301,12 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, number: int) -> float:
     """Trains on this rank's part of a step's samples; returns the mean loss of all ranks."""
-    loss = _loss(model, number)
+    loss = loss_of(model, number)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
     return _mean(loss)
-
-
-def _loss(model: Any, number: int) -> torch.Tensor:
-    """The loss of this rank's part of a step's samples."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    own = range(rank * _SAMPLES // world, (rank + 1) * _SAMPLES // world)
-    seeds = (torch.Generator().manual_seed(3000 + number * _SAMPLES + k) for k in own)
-    tokens = torch.stack([torch.randint(0, _VOCABULARY, (10,), generator=seed) for seed in seeds])
-    logits = model(input_ids=tokens).logits.float()
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _mean(loss: torch.Tensor) -> float:

@@ -35,7 +35,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from oracle.dcp_lightning import _CpuFsdp
 from oracle.dcp_models import start_world
-from oracle.fsdp_ranks_load import _BUFFERS, _SAMPLES, _STEPS, _decay, _groups, _loss, _mean, _model, _Samples, _step
+from oracle.fsdp_ranks_load import _BUFFERS, _SAMPLES, _STEPS, _decay, _groups, _mean, _model, _Samples, _step
+from oracle.rank_runs import loss_of
 
 Tensors = dict[str, torch.Tensor]
 _LAYERS = {"llama": "LlamaDecoderLayer", "qwen": "Qwen2DecoderLayer"}
@@ -161,7 +162,7 @@ class _Module(pl.LightningModule):
 
     def training_step(self, _: Any, __: int) -> Any:
         """The loss of this rank's rows of the step, whatever the loader dealt out."""
-        loss = _loss(self.net, self.global_step)
+        loss = loss_of(self.net, self.global_step)
         self.losses.append(_mean(loss))
         return loss
 
