@@ -27,12 +27,12 @@ DOCS   := $(VENV)-docs
 # The parts of torchtitan stay as they are: each of its releases is for one torch and one version of each of its parts.
 NEWEST := $(VENV)-newest
 FRAMES := torch transformers accelerate deepspeed peft safetensors pytorch-lightning
-# Some parts of torchtitan, torchao, torch_checkpointing, verl, SkyRL and torchtune (12 MB), beside the environment and without
+# Parts of torchtitan, torchao, torch_checkpointing, verl, SkyRL, torchtune and Megatron-core (29 MB), beside the environment and without
 # what they depend on: that is for other parts, and some of it for other torches; and where torchao is installed, PEFT and
 # transformers import it.
 TITAN  := $(CURDIR)/$(VENV)/torchtitan
 TITANS := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.6.0 torchao==0.18.0 \
-  torch_checkpointing==0.1.1 verl==0.9.1 skyrl==0.3.0 torchtune==0.6.1
+  torch_checkpointing==0.1.1 verl==0.9.1 skyrl==0.3.0 torchtune==0.6.1 megatron-core==0.16.1
 COMMA  := ,
 
 # Programs of the environment are found by those that start them: weed, celery, ninja.
