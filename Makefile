@@ -27,7 +27,8 @@ DOCS   := $(VENV)-docs
 # The parts of torchtitan stay as they are: each of its releases is for one torch and one version of each of its parts.
 NEWEST := $(VENV)-newest
 FRAMES := torch transformers accelerate deepspeed peft safetensors pytorch-lightning
-# Parts of torchtitan, torchao, torch_checkpointing, verl, SkyRL, torchtune and Megatron-core (29 MB), beside the environment and without
+# Parts of torchtitan, torchao, torch_checkpointing, verl, SkyRL, torchtune and Megatron-core (29 MB), beside the
+# environment and without
 # what they depend on: that is for other parts, and some of it for other torches; and where torchao is installed, PEFT and
 # transformers import it.
 TITAN  := $(CURDIR)/$(VENV)/torchtitan

@@ -5,8 +5,8 @@ In place of others, and nothing else is:
 - devices, streams, events and random states of CUDA: requests for them get the CPU's, or do nothing;
 - `torch.compile` and its decorators: functions stay as they are;
 - `dist._coalescing_manager`: NCCL's; here the operations inside are kept, and waited for at its end;
-- the fused Adam of Apex and Transformer Engine: `FusedAdam` below, with their states (exp_avg, exp_avg_sq) and the count of
-  steps in the param group, as both keep it. Megatron-core takes the branches that it takes with Apex.
+- the fused Adam of Apex and Transformer Engine: `FusedAdam` below, with their states (exp_avg, exp_avg_sq) and the count
+  of steps in the param group, as both keep it. Megatron-core takes the branches that it takes with Apex.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _FACTORIES = (
 _COLLECTIVES = (
     "all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base", "all_gather_into_tensor", "_all_gather_base",
 )  # fmt: skip
-_works: list[Any] | None = None
-"""The operations inside of the coalescing manager that is open."""
+_open: list[list[Any]] = []
+"""The operations inside of each coalescing manager that is open, the innermost last."""
 
 
 class _Nothing:
@@ -45,23 +45,22 @@ class _Nothing:
 
 class _Works:
     def __init__(self, works: list[Any]) -> None:
-        self._works = works
+        self.works = works
 
     def wait(self) -> None:
         """Wait for all operations that were begun inside."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 
 @contextlib.contextmanager
-def _coalescing(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_Works]:  # noqa: FBT001, FBT002
-    global _works
-    before, works = _works, _Works([])
-    _works = works._works
+def _coalescing(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_Works]:
+    works = _Works([])
+    _open.append(works.works)
     try:
         yield works
     finally:
-        _works = before
+        _open.pop()
     if not async_ops:
         works.wait()
 
@@ -69,8 +68,8 @@ def _coalescing(group: Any = None, device: Any = None, async_ops: bool = False) 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         work = function(*args, **kwargs)
-        if _works is not None and hasattr(work, "wait"):
-            _works.append(work)
+        if _open and hasattr(work, "wait"):
+            _open[-1].append(work)
         return work
 
     return call
@@ -173,7 +172,7 @@ def prepare() -> None:
         setattr(inner, name, kept)
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state) if state.numel() > 100 else None  # noqa: PLR2004
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state) if state.numel() > 100 else None
     moe: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     moe.te_general_gemm = None
     optimizers: Any = importlib.import_module("megatron.core.optimizer")

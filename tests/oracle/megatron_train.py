@@ -1,8 +1,9 @@
 """Real megatron-core on CPUs: a small model trains, saves and goes on; runs inside the ranks.
 
-`GPTModel`, `DistributedDataParallel`, the optimizers, the scheduler, `dist_checkpointing` and the functions of legacy files
-are Megatron-core's. What stands in for GPUs is in `megatron_cpu`. Megatron-LM's training script is not here: what it saves
-around them is made as its `training/checkpointing.py` does (`generate_state_dict`, `get_rng_state`, names of directories).
+`GPTModel`, `DistributedDataParallel`, the optimizers, the scheduler, `dist_checkpointing` and the functions of legacy
+files are Megatron-core's. What stands in for GPUs is in `megatron_cpu`. Megatron-LM's training script is not here: what it
+saves around them is made as its `training/checkpointing.py` does (`generate_state_dict`, `get_rng_state`, names of
+directories).
 
 Each step takes the same samples at every layout, so that losses are those of one run.
 """
@@ -43,7 +44,7 @@ class Run:
     """A model and its parallelism."""
 
     model: str = "llama"
-    """`gpt`: tied, learned positions, LayerNorm, biases; `llama`: grouped queries, SwiGLU, RMSNorm, rotary; `moe`: so too."""
+    """`gpt`: tied, learned positions, LayerNorm, biases. `llama`, `moe`: grouped queries, SwiGLU, RMSNorm, rotary."""
     dtype: str = "fp32"
     tp: int = 1
     pp: int = 1
@@ -101,7 +102,7 @@ class Training:
         )
         seed = SEED[resumed]
         random.seed(seed)
-        np.random.seed(seed)
+        np.random.mtrand.seed(seed)
         torch.manual_seed(seed + parallel_state.get_pipeline_model_parallel_rank())
         model_parallel_cuda_manual_seed(seed)
         self.config = config = self._config()
@@ -322,8 +323,8 @@ class Training:
         run, config = self.run, self.config
         gpt, moe = run.model == "gpt", run.model == "moe"
         return Namespace(
-            num_layers=run.layers, hidden_size=HIDDEN, ffn_hidden_size=config.ffn_hidden_size, num_attention_heads=HEADS,
-            num_query_groups=config.num_query_groups, group_query_attention=not gpt, kv_channels=HIDDEN // HEADS,
+            num_layers=run.layers, hidden_size=HIDDEN, ffn_hidden_size=config.ffn_hidden_size,
+            num_attention_heads=HEADS, num_query_groups=config.num_query_groups, group_query_attention=not gpt, kv_channels=HIDDEN // HEADS,
             swiglu=not gpt, add_bias_linear=gpt, add_qkv_bias=config.add_qkv_bias, qk_layernorm=config.qk_layernorm,
             untie_embeddings_and_output_weights=not gpt, normalization=config.normalization,
             norm_epsilon=config.layernorm_epsilon, position_embedding_type="learned_absolute" if gpt else "rope",
@@ -350,7 +351,7 @@ class Training:
         return [
             {
                 "random_rng_state": random.getstate(),
-                "np_rng_state": np.random.get_state(),
+                "np_rng_state": np.random.mtrand.get_state(),
                 "torch_rng_state": torch.get_rng_state(),
                 "cuda_rng_state": torch.cuda.get_rng_state(),
                 "rng_tracker_states": get_cuda_rng_tracker().get_states(),
@@ -362,7 +363,7 @@ class Training:
 
         state = states[0]
         random.setstate(state["random_rng_state"])
-        np.random.set_state(state["np_rng_state"])
+        np.random.mtrand.set_state(state["np_rng_state"])
         torch.set_rng_state(state["torch_rng_state"])
         get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
