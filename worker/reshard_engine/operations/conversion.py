@@ -170,7 +170,7 @@ def refuse_earlier(move: PointerMove | None, *, overwrite: bool) -> None:
 
 def _save_directory(target: Location, pointer: Pointer) -> tuple[Location, str]:
     place = Location(target.store, pointer.directory(target.path), pointer.directory(target.url))
-    return place, pointer.content.decode()
+    return place, pointer.tag
 
 
 def _is_earlier(before: str, after: str, tag: str | None) -> bool:

@@ -168,13 +168,20 @@ class Pointer:
 
     name: str
     content: bytes
-    """The target's tag: its path without that of the save directory."""
+    """What the file holds: the tag, unless `says` has it."""
     beside: tuple[tuple[str, bytes], ...] = ()
     """Names and contents of further small files for other tools. They are written before the pointer."""
+    says: str = ""
+    """The tag, where the content is none, such as the number of a step."""
+
+    @property
+    def tag(self) -> str:
+        """The target's tag: its path without that of the save directory."""
+        return self.says or self.content.decode()
 
     def directory(self, target: str) -> str:
         """The save directory of a target, whose path or URL ends with the tag."""
-        return target.removesuffix(f"/{self.content.decode()}") or "/"
+        return target.removesuffix(f"/{self.tag}") or "/"
 
 
 @dataclass(frozen=True, slots=True)

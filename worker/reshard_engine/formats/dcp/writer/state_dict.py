@@ -6,13 +6,22 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
 
 from reshard.dcp_options import MissingMoments
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
 from reshard_engine.formats.dcp.facts import DcpFacts, facts_of, nested
 from reshard_engine.formats.dcp.optimizers import STEP, begins_as_zeros, is_adam, keeps_like
+from reshard_engine.formats.dcp_files.metadata.model import KeyPath
+from reshard_engine.formats.dcp_files.shards import (
+    Kind,
+    LiteralEntry,
+    OpaqueEntry,
+    StateEntry,
+    TensorEntry,
+    ValueEntry,
+    key_of,
+)
 from reshard_engine.formats.dcp_files.tensors import OpaqueTensor
 from reshard_engine.pickles.nodes import (
     Node,
@@ -28,61 +37,6 @@ from reshard_engine.pickles.nodes import (
 )
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS
-
-# The entries of a state dict as torch flattens it: tensors and values by paths of keys.
-#
-# Source: torch 2.13.0 `distributed/checkpoint/_traverse.py` (`traverse_state_dict`: dicts are entered, lists only if
-# they contain tensors or dicts; keys become texts), `distributed/checkpoint/_nested_dict.py` (paths joined by dots).
-
-KeyPath = tuple[str | int, ...]
-Kind = Literal["parameter", "buffer"] | None
-"""What a tensor of the model is known to be. `.metadata` keeps it for a reader of ours: torch ignores both marks."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor of the state dict, filled from a tensor of the shard map, or with zeros."""
-
-    path: KeyPath
-    tensor: int
-    """Number in the shard map, or `tensors.layout.ZEROS`."""
-    dtype: Dtype
-    shape: tuple[int, ...]
-    kind: Kind = None
-    whole: bool = False
-    """True for a tensor that is one chunk, whatever its size: buffers, which FSDP does not shard."""
-
-
-@dataclass(frozen=True, slots=True)
-class LiteralEntry:
-    """A tensor whose bytes are known, such as a step count."""
-
-    path: KeyPath
-    literal: PLiteral
-
-
-@dataclass(frozen=True, slots=True)
-class ValueEntry:
-    """A value that is not a tensor."""
-
-    path: KeyPath
-    value: Node
-
-
-@dataclass(frozen=True, slots=True)
-class OpaqueEntry:
-    """A tensor of a class of its own, whose chunks stay as they are."""
-
-    path: KeyPath
-    tensor: OpaqueTensor
-
-
-StateEntry = TensorEntry | LiteralEntry | ValueEntry | OpaqueEntry
-
-
-def key_of(path: KeyPath) -> str:
-    """The flat key of a path."""
-    return ".".join(map(str, path))
 
 
 def flattened(path: KeyPath, node: Node) -> Iterator[tuple[KeyPath, Node]]:

@@ -33,12 +33,12 @@ from reshard_engine.formats.dcp.state_tree import (
     other_keys,
     refuse_changes,
 )
-from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
-from reshard_engine.formats.dcp.writer.state_dict import (
-    KeyPath,
+from reshard_engine.formats.dcp.writer.state_dict import Places, StateDict
+from reshard_engine.formats.dcp_files.metadata.model import KeyPath
+from reshard_engine.formats.dcp_files.shards import (
     OpaqueEntry,
-    Places,
-    StateDict,
+    ShardOptions,
+    Shards,
     StateEntry,
     TensorEntry,
     key_of,

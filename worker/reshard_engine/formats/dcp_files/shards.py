@@ -13,19 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Literal
 
 from reshard.choices import OpaquePolicy
-from reshard_engine.formats.dcp.writer.state_dict import (
-    KeyPath,
-    Kind,
-    LiteralEntry,
-    OpaqueEntry,
-    StateEntry,
-    TensorEntry,
-    ValueEntry,
-    key_of,
-)
-from reshard_engine.formats.dcp_files.metadata.model import BUFFERS, METADATA_FILE, OWN_STATE
+from reshard_engine.formats.dcp_files.metadata.model import BUFFERS, METADATA_FILE, OWN_STATE, KeyPath
+from reshard_engine.formats.dcp_files.tensors import OpaqueTensor
 from reshard_engine.formats.torch_archive import StorageRecord, output_tensor, tree_template, zip_template
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PLiteral, PObject, PTuple, mapping_of
@@ -33,6 +25,85 @@ from reshard_engine.pickles.rebuild import made_of_tensors
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 from reshard_engine.tensors.layout import Body, FileTemplate, TargetFile, literal_template, require_distinct
 from reshard_engine.tensors.shard_map import ShardMap
+
+# The entries of a state dict as torch flattens it: tensors and values by paths of keys.
+#
+# Source: torch 2.13.0 `distributed/checkpoint/_traverse.py` (`traverse_state_dict`: dicts are entered, lists only if
+# they contain tensors or dicts; keys become texts), `distributed/checkpoint/_nested_dict.py` (paths joined by dots).
+
+Kind = Literal["parameter", "buffer"] | None
+"""What a tensor of the model is known to be. `.metadata` keeps it for a reader of ours: torch ignores both marks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of the state dict, filled from a tensor of the shard map, or with zeros."""
+
+    path: KeyPath
+    tensor: int
+    """Number in the shard map, or `tensors.layout.ZEROS`."""
+    dtype: Dtype
+    shape: tuple[int, ...]
+    kind: Kind = None
+    whole: bool = False
+    """True for a tensor that is one chunk, whatever its size: buffers, which FSDP does not shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor that is filled from one tensor of the shard map, or with zeros."""
+
+    tensor: int
+    """Number in the shard map, or `tensors.layout.ZEROS`."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    axis: int = 0
+    """The axis along which chunks are cut; those before it have one index each."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedEntry:
+    """A tensor of the state dict whose boxes are tensors of their own elsewhere, such as layers."""
+
+    path: KeyPath
+    dtype: Dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    """The boxes, which tile the tensor."""
+    kind: Kind = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralEntry:
+    """A tensor whose bytes are known, such as a step count."""
+
+    path: KeyPath
+    literal: PLiteral
+
+
+@dataclass(frozen=True, slots=True)
+class ValueEntry:
+    """A value that is not a tensor."""
+
+    path: KeyPath
+    value: Node
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueEntry:
+    """A tensor of a class of its own, whose chunks stay as they are."""
+
+    path: KeyPath
+    tensor: OpaqueTensor
+
+
+StateEntry = TensorEntry | LiteralEntry | ValueEntry | OpaqueEntry
+
+
+def key_of(path: KeyPath) -> str:
+    """The flat key of a path."""
+    return ".".join(map(str, path))
+
 
 # Writes `.metadata`: the pickle of a `Metadata`, as torch's own writer makes it but for the pickle's protocol.
 #
@@ -207,7 +278,7 @@ class Shards:
         self._values: dict[object, tuple[Node, FileTemplate, Sequence[int]]] = {}
 
     def lay_out(
-        self, entries: Sequence[StateEntry], *, folder: str = "", counters: Mapping[str, int] = _NONE
+        self, entries: Sequence[StateEntry | JoinedEntry], *, folder: str = "", counters: Mapping[str, int] = _NONE
     ) -> list[TargetFile]:
         """The files of one directory; `.metadata`, without which nothing is loaded, is the last one.
 
@@ -227,7 +298,7 @@ class Shards:
             if isinstance(entry, LiteralEntry | ValueEntry):
                 saved[number] = self._small(entry, files[0])
         for number, entry in enumerate(entries):
-            if isinstance(entry, TensorEntry):
+            if isinstance(entry, TensorEntry | JoinedEntry):
                 saved[number] = self._tensor(entry, files)
             elif isinstance(entry, OpaqueEntry):
                 saved[number] = self._opaque(entry, files)
@@ -237,8 +308,8 @@ class Shards:
         metadata = metadata_bytes([saved[number] for number in range(len(entries))], names, counters)
         return [*laid, TargetFile(f"{prefix}{METADATA_FILE}", literal_template(metadata), (), commit=True)]
 
-    def _count(self, entries: Sequence[StateEntry]) -> int:
-        size = sum(prod(e.shape) * e.dtype.itemsize_bytes for e in entries if isinstance(e, TensorEntry))
+    def _count(self, entries: Sequence[StateEntry | JoinedEntry]) -> int:
+        size = sum(prod(e.shape) * e.dtype.itemsize_bytes for e in entries if isinstance(e, TensorEntry | JoinedEntry))
         size += sum(prod(e.tensor.shape) for e in entries if isinstance(e, OpaqueEntry))  # a byte for an element
         return self._options.files or min(MOST_DEFAULT_FILES, max(1, -(-size // _FILE_BYTES)))
 
@@ -261,20 +332,30 @@ class Shards:
         place = Chunk((0,) * len(shape), shape, 0, offset, length)
         return Saved(entry.path, BY_NAME[entry.literal.dtype], shape, (place,))
 
-    def _tensor(self, entry: TensorEntry, files: Sequence[_File]) -> Saved:
-        rows, row = (entry.shape[0], prod(entry.shape[1:])) if entry.shape else (1, 1)
-        count = 1 if entry.whole else _chunk_count(entry)
+    def _tensor(self, entry: TensorEntry | JoinedEntry, files: Sequence[_File]) -> Saved:
+        if isinstance(entry, JoinedEntry):
+            chunks = [chunk for part in entry.parts for chunk in self._chunks_of(part, entry.dtype, files)]
+        else:
+            part = Part(entry.tensor, (0,) * len(entry.shape), entry.shape)
+            chunks = self._chunks_of(part, entry.dtype, files, most=1 if entry.whole else _MOST_CHUNKS)
+        return Saved(entry.path, entry.dtype, entry.shape, tuple(chunks), entry.kind)
+
+    def _chunks_of(self, part: Part, dtype: Dtype, files: Sequence[_File], *, most: int = _MOST_CHUNKS) -> list[Chunk]:
+        """The records of one box of a tensor."""
+        axis, shape = part.axis, part.sizes
+        rows, row = (shape[axis], prod(shape[axis + 1 :])) if shape else (1, 1)
+        count = min(most, _chunk_count(rows, rows * row * dtype.itemsize_bytes))
         step = -(-rows // count) if rows else 0
-        chunks: list[Chunk] = []
+        found: list[Chunk] = []
         smallest = min(range(len(files)), key=lambda i: files[i].at)
         for number, start in enumerate(range(0, rows, step) if step else (0,)):
             taken = min(step, rows - start)
-            sizes = (taken, *entry.shape[1:]) if entry.shape else ()
-            offsets = (start, *(0,) * (len(entry.shape) - 1)) if entry.shape else ()
+            sizes = (*shape[:axis], taken, *shape[axis + 1 :]) if shape else ()
+            offsets = tuple(o + start if at == axis else o for at, o in enumerate(part.offsets))
             place = number * len(files) // count if count >= len(files) else (smallest + number) % len(files)
-            offset, length = files[place].add(self._chunk(entry.dtype, sizes), (entry.tensor,), start * row)
-            chunks.append(Chunk(offsets, sizes, place, offset, length))
-        return Saved(entry.path, entry.dtype, entry.shape, tuple(chunks), entry.kind)
+            offset, length = files[place].add(self._chunk(dtype, sizes), (part.tensor,), start * row)
+            found.append(Chunk(offsets, sizes, place, offset, length))
+        return found
 
     def _opaque(self, entry: OpaqueEntry, files: Sequence[_File]) -> Saved:
         """The chunks of a tensor of a class of its own."""
@@ -296,13 +377,10 @@ class Shards:
         return self._chunks[key]
 
 
-def _chunk_count(entry: TensorEntry) -> int:
+def _chunk_count(rows: int, size_bytes: int) -> int:
     """Number of chunks: a power of two, so that the meshes of most runs read whole records."""
-    size = prod(entry.shape) * entry.dtype.itemsize_bytes
     count = 1
-    while (
-        2 * count <= min(_MOST_CHUNKS, entry.shape[0] if entry.shape else 1) and size >= 2 * count * _LEAST_CHUNK_BYTES
-    ):
+    while 2 * count <= min(_MOST_CHUNKS, rows) and size_bytes >= 2 * count * _LEAST_CHUNK_BYTES:
         count *= 2
     return count
 
