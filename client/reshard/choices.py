@@ -24,6 +24,7 @@ class TargetFormat(StrEnum):
     PEFT = "peft"
     """One LoRA adapter as PEFT saves it: `adapter_model.safetensors` and `adapter_config.json`."""
     FSDP_RANKS = "fsdp_ranks"
+    MEGATRON = "megatron"
     """One file for each rank of FSDP2, as verl, SkyRL and Accelerate without DCP load them."""
     TORCH_CHECKPOINTING = "torch_checkpointing"
     """Items of ranks of FSDP2, as torch_checkpointing saves them."""
@@ -177,6 +178,35 @@ class DamagedPolicy(StrEnum):
     REFUSE = "refuse"
     DROP_OPTIMIZER = "drop-optimizer"
     """The weights are read alone."""
+
+
+class CkptFormat(StrEnum):
+    """Megatron-LM's `--ckpt-format`: the kinds of directories that it saves."""
+
+    TORCH_DIST = "torch_dist"
+    """A distributed checkpoint, which every layout loads."""
+    TORCH = "torch"
+    """Directories of ranks, `mp_rank_TT_PPP`, which one layout loads."""
+
+
+class OptimizerSharding(StrEnum):
+    """The ways in which Megatron-core saves an optimizer: `distrib_optim_sharding_type`, or none."""
+
+    FULLY_RESHARDABLE = "fully_reshardable"
+    """Of a distributed optimizer, by parameters: every layout loads it."""
+    DP_RESHARDABLE = "dp_reshardable"
+    """Of a distributed optimizer, by buckets of one tensor- and pipeline-parallel layout."""
+    NONE = "none"
+    """Of an optimizer that is not distributed."""
+
+
+class CommonStatePlace(StrEnum):
+    """Where a distributed checkpoint of Megatron-core holds arguments, param groups and counters."""
+
+    FILE = "file"
+    """In `common.pt`: 0.15 and later read it."""
+    ENTRY = "entry"
+    """In an entry of the checkpoint, as 0.19 and later write it; 0.18 and earlier do not read it."""
 
 
 class JobKind(StrEnum):

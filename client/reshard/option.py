@@ -96,6 +96,16 @@ def read_rules(path: Path) -> str:
     return _read_text(path, "--rules", _MAX_RULES_BYTES, fix="name a YAML file that you may read: docs/rules.md")
 
 
+def read_args(path: Path) -> str:
+    """Read the text of a file of arguments.
+
+    Raises:
+        RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
+    """
+    fix = 'name a JSON file such as {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}'
+    return _read_text(path, "--megatron-args", _MAX_RULES_BYTES, fix=fix)
+
+
 def read_order(order: str | None) -> str | tuple[str, ...] | None:
     """The order of parameters: one of the words for it, or the names in a file, one a line.
 

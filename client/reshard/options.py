@@ -15,9 +15,12 @@ from pydantic.fields import FieldInfo
 
 from reshard.choices import (
     DTYPE_NAMES,
+    CkptFormat,
+    CommonStatePlace,
     DamagedPolicy,
     NameScheme,
     OpaquePolicy,
+    OptimizerSharding,
     OverflowPolicy,
     ParamOrder,
     RankFramework,
@@ -29,7 +32,7 @@ from reshard.choices import (
     WeightDtype,
     ZeroStage,
 )
-from reshard.option import Option, Place, Section, option_of, parse_size, read_order, read_rules
+from reshard.option import Option, Place, Section, option_of, parse_size, read_args, read_order, read_rules
 from reshard.wire_model import MOST_BYTES, RequestModel
 
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
@@ -502,6 +505,55 @@ class MegatronOptions(FormatOptions):
         ),
     ] = None
     """What becomes of optimizer states that Megatron-core saved at wrong places (several padded buckets)."""
+    ckpt_format: Annotated[
+        CkptFormat,
+        Option(
+            "--to megatron: Megatron-LM's --ckpt-format; torch is for one layout.",
+            Section.LAYOUT,
+            17,
+            label="Kind of directory",
+        ),
+    ] = CkptFormat.TORCH_DIST
+    optimizer_sharding: Annotated[
+        OptimizerSharding | None,
+        Option(
+            "--to megatron: how the optimizer is saved; default: fully_reshardable, or none as in SRC.",
+            Section.LAYOUT,
+            18,
+            label="Sharding of the optimizer",
+        ),
+    ] = None
+    """The `distrib_optim_sharding_type` of the target, or `none` for an optimizer that is not distributed."""
+    virtual_pipeline: Annotated[
+        int | None,
+        Option(
+            "--to megatron: model chunks of a pipeline stage.", Section.LAYOUT, 19, label="Chunks of a pipeline stage"
+        ),
+    ] = Field(default=None, ge=2, le=1 << 10)
+    """Megatron-core's `virtual_pipeline_model_parallel_size`; None for a pipeline without chunks."""
+    common_state: Annotated[
+        CommonStatePlace,
+        Option(
+            "--to megatron: arguments and groups in common.pt, or in an entry as 0.19 writes it.",
+            Section.LAYOUT,
+            20,
+            label="Place of the common state",
+        ),
+    ] = CommonStatePlace.FILE
+    megatron_args: Annotated[
+        str | None,
+        Option(
+            "--to megatron: arguments of the run (JSON), beside those that SRC holds.",
+            Section.TARGET,
+            11,
+            metavar="FILE",
+            parse=read_args,
+            takes=Path,
+            label="Arguments of Megatron-LM",
+            ensure="",
+        ),
+    ] = Field(default=None, max_length=1 << 16)
+    """Arguments of Megatron-LM as a JSON object; they are set in what the source says, or stand for it."""
 
 
 class WeightsOptions(FormatOptions):

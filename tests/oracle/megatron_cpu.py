@@ -5,8 +5,8 @@ In place of others, and nothing else is:
 - devices, streams, events and random states of CUDA: requests for them get the CPU's, or do nothing;
 - `torch.compile` and its decorators: functions stay as they are;
 - `dist._coalescing_manager`: NCCL's; here the operations inside are kept, and waited for at its end;
-- the fused Adam of Apex and Transformer Engine: `FusedAdam` below, with their states (exp_avg, exp_avg_sq) and the count
-  of steps in the param group, as both keep it. Megatron-core takes the branches that it takes with Apex.
+- the fused Adam of Apex and Transformer Engine: `FusedAdam` below, with their states (exp_avg, exp_avg_sq) and the
+  count of steps in the param group, as both keep it. Megatron-core takes the branches that it takes with Apex.
 """
 
 from __future__ import annotations

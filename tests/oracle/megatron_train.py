@@ -1,8 +1,8 @@
 """Real megatron-core on CPUs: a small model trains, saves and goes on; runs inside the ranks.
 
 `GPTModel`, `DistributedDataParallel`, the optimizers, the scheduler, `dist_checkpointing` and the functions of legacy
-files are Megatron-core's. What stands in for GPUs is in `megatron_cpu`. Megatron-LM's training script is not here: what it
-saves around them is made as its `training/checkpointing.py` does (`generate_state_dict`, `get_rng_state`, names of
+files are Megatron-core's. What stands in for GPUs is in `megatron_cpu`. Megatron-LM's training script is not here: what
+it saves around them is made as its `training/checkpointing.py` does (`generate_state_dict`, `get_rng_state`, names of
 directories).
 
 Each step takes the same samples at every layout, so that losses are those of one run.
@@ -324,7 +324,8 @@ class Training:
         gpt, moe = run.model == "gpt", run.model == "moe"
         return Namespace(
             num_layers=run.layers, hidden_size=HIDDEN, ffn_hidden_size=config.ffn_hidden_size,
-            num_attention_heads=HEADS, num_query_groups=config.num_query_groups, group_query_attention=not gpt, kv_channels=HIDDEN // HEADS,
+            num_attention_heads=HEADS, num_query_groups=config.num_query_groups, group_query_attention=not gpt,
+            kv_channels=HIDDEN // HEADS,
             swiglu=not gpt, add_bias_linear=gpt, add_qkv_bias=config.add_qkv_bias, qk_layernorm=config.qk_layernorm,
             untie_embeddings_and_output_weights=not gpt, normalization=config.normalization,
             norm_epsilon=config.layernorm_epsilon, position_embedding_type="learned_absolute" if gpt else "rope",
@@ -479,8 +480,6 @@ def _wrapper(run: Run) -> Callable[[Any, Any], Any]:
         def __init__(self, config: Any, module: Any) -> None:
             super().__init__(config)
             self.module = module
-            self.pre_process, self.post_process = module.pre_process, module.post_process
-            self.share_embeddings_and_output_weights = module.share_embeddings_and_output_weights
 
         def set_input_tensor(self, tensor: Any) -> Any:
             return self.module.set_input_tensor(tensor)

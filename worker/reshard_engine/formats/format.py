@@ -33,6 +33,8 @@ class ReadOptions:
     """How tensor parallelism cut parameters, in place of what the checkpoint says."""
     choices: SourceChoices = NO_CHOICES
     """The user's choices where the files leave several ways to read them."""
+    target: str = ""
+    """The target that it is read for; a reader may leave out what only other targets hold. Empty if there is none."""
 
 
 class Reader(Protocol):
@@ -158,6 +160,10 @@ class Format:
 
     def tracked_tag(self, location: Location, listing: Listing) -> str | None:
         """The directory that a tracker of this format's runs names as the newest checkpoint; None if there is none."""
+        return None
+
+    def pointed_directory(self, name: str, text: str) -> str | None:
+        """The directory that a pointer of this format's runs names by its text; None if its text is a name."""
         return None
 
     def holds_shards(self, listing: Listing) -> bool:

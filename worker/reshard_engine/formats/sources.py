@@ -268,6 +268,7 @@ def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: st
         # Its content becomes part of an error's text, so it must not be the content of another file.
         raise SourceError("checkpoint.bad_latest", f"`{name}` is a link to a file elsewhere")
     text = read_bytes(location.store, pointer).decode("utf-8", "replace").strip()
+    text = next((found for f in formats() if (found := f.pointed_directory(name, text)) is not None), text)
     return _tagged(location, listing, text, code="checkpoint.bad_latest", said_by=f"`{name}`")
 
 
@@ -413,6 +414,8 @@ def read_checkpoint(
     ledger: OpaqueLedger,
     rules: Mapping[str, Any] | None = None,
     choices: SourceChoices = NO_CHOICES,
+    *,
+    target: str = "",
 ) -> Checkpoint:
     """Read the checkpoint of a location and an optional tag.
 
@@ -422,6 +425,7 @@ def read_checkpoint(
         ledger: The policy for objects of classes that are not on the allow-list.
         rules: How tensor parallelism cut parameters, in place of what the checkpoint says (`requested_rules`).
         choices: The user's choices where the files leave several ways to read them.
+        target: The target that it is read for, if there is one.
 
     Raises:
         SourceError: As `find_checkpoint`, and all errors of the reader.
@@ -431,7 +435,7 @@ def read_checkpoint(
     if not found.format.takes_choices:
         refuse_choices(choices, f"{printable(found.location.url)} is of a kind that holds one model")
     with collector_paused():
-        options = ReadOptions(ledger, found.tag, rules, choices)
+        options = ReadOptions(ledger, found.tag, rules, choices, target)
         checkpoint = found.reader.read(found.location, found.listing, options)
         return replace(checkpoint, family=found.format.name)
 

@@ -117,7 +117,7 @@ def has_save_directory(target: Location, pointer: Pointer) -> bool:
     """
     save, tag = _save_directory(target, pointer)
     store, own, known = save.store, tag.partition("/")[0], known_files()
-    if any(store.stat(join(save.path, name)) is not None for name in known.pointers):
+    if any(store.stat(join(save.path, name)) is not None for name in (pointer.name, *known.pointers)):
         return True
     there = store.list_directory(save.path, most=_MOST_NEIGHBOURS)
     names = (*there.by_name, *there.directories)

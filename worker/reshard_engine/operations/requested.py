@@ -79,7 +79,8 @@ def _read(source: Location, request: ConvertRequest) -> Checkpoint:
     if for_target is not None:
         refuse_choices(request.source, f"{request.to} takes the state dict as it is")
         return for_target
-    return read_checkpoint(source, request.source.tag, ledger, rules_of(request.options), request.source)
+    rules = rules_of(request.options)
+    return read_checkpoint(source, request.source.tag, ledger, rules, request.source, target=request.to)
 
 
 def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from reshard.errors import IntegrityError, printable
 from reshard.models.jobs import VerifyProblem, VerifyReport
+from reshard_engine.formats.sources import pointed_tag
 from reshard_engine.integrity.file_check import Damage, TargetCheck, crc_of_range, size_problem
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.storage.locations import Location
@@ -111,6 +112,8 @@ def _pointer(manifest: Manifest, target: Location) -> list[VerifyProblem]:
     save = save_directory(target.path, tag if isinstance(tag, str) else None)[0]
     info = target.store.stat(join(save, manifest.pointer))
     if info is None:
+        return []
+    if pointed_tag(Location(target.store, save, save), manifest.pointer) is not None:
         return []
     name = (
         read_bytes(target.store, info, 0, min(info.size_bytes, _MAX_POINTER_BYTES)).decode("utf-8", "replace").strip()

@@ -58,6 +58,12 @@ class DeepSpeed(Format):
             raise RequestError("request.invalid", "--to zero needs the number of ranks", fix="add --dp N")
         # A universal checkpoint fits every layout, but vocabularies have the rows of one.
         free: dict[str, Any] = {"vocab_divisor": None} if request.to == TargetFormat.UNIVERSAL else {}
+        if request.to == TargetFormat.MEGATRON:
+            free = {"dp": None, "tp": 1, "pp": 1, "ep": 1, "vocab_divisor": None, "rng": RngPolicy.KEEP}
+            if options.model_copy(update=free).asks_for_layout:
+                text = "--to megatron takes --tp, --pp, --dp, --ep, --vocab-divisor and --rng of the layout"
+                raise RequestError("request.invalid", text, fix="leave the other options of the layout out")
+            return
         if request.to in (TargetFormat.FSDP_RANKS, TargetFormat.TORCH_CHECKPOINTING):
             free = {"dp": None, "rng": RngPolicy.KEEP}
             if options.model_copy(update=free).asks_for_layout:

@@ -13,15 +13,35 @@ Source: megatron-core 0.16.1 and 0.19.2 `dist_checkpointing/serialization.py`, `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from reshard.errors import SourceError, listed, printable
-from reshard_engine.checkpoint import Counters, OptimizerState, ParamGroup, Question, Scalar, Undecided
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard_engine.checkpoint import Checkpoint, Counters, OptimizerState, ParamGroup, Question, Scalar, Undecided
 from reshard_engine.formats.megatron.names import EXPERT
-from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, namespace_items, sequence_items
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PList,
+    PObject,
+    PTuple,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    namespace_items,
+    sequence_items,
+)
 
 GROUPS = "param_groups"
+SCALER = "grad_scaler"
 _STEP = "step"
+_OF_EXPERTS = "is_expert_parallel"
+_IDENTITY = (
+    "wd_mult", "lr_mult", "is_decoupled_lr", "max_lr", "min_lr", "start_wd", "end_wd", "optimizer", "pre_wd_mult",
+    "pre_lr_mult",
+)  # fmt: skip
+"""Fields that tell groups apart, beside that of experts; 0.16 asks for the first three."""
+_VERSION = 3.0
+"""Of checkpoints whose query, key and value lie as they do since 2020."""
 _ASSUMED = (
     "Megatron-core saves no members of param groups: parameters are grouped by its default rule, no weight decay for "
     "biases and one-dimensional parameters"
@@ -64,6 +84,11 @@ class CommonState:
             if isinstance(said, str):
                 return said
         return None
+
+    def scaler(self) -> Node:
+        """The state of the loss scaler of the first optimizer that has one; None if none has."""
+        held = (mapping_items(n, what="optimizer").get(SCALER) for n in _dicts(self.items.get("optimizer")))
+        return next((one for one in held if one is not None), None)
 
     def counters(self) -> Counters:
         """Steps and samples of the run."""
@@ -186,6 +211,90 @@ def _is_decoupled(common: CommonState) -> bool | None:
     if common.args.get("optimizer") != "adam":
         return None
     return common.args.get("decoupled_weight_decay", True) is not False
+
+
+# What is written.
+
+
+def optimizers_for(
+    checkpoint: Checkpoint, steps: Sequence[Scalar | None], scaler: Node, *, experts_apart: bool
+) -> list[dict[str | int, Node]]:
+    """The dicts of a run's optimizers, with param groups: one, or another one of experts behind it.
+
+    Args:
+        checkpoint: The source.
+        steps: The count of steps of each of its param groups.
+        scaler: The state of its loss scaler; None for a run without one.
+        experts_apart: True for a run with expert-parallel ranks.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for groups of experts that differ from those of other parameters, in a run
+            where these are one.
+    """
+    groups = () if checkpoint.optimizer is None else checkpoint.optimizer.groups
+    made = [
+        {**g.hyper_parameters, **({} if s is None else {_STEP: s.value})} for g, s in zip(groups, steps, strict=True)
+    ]
+    apart = [bool(g.get(_OF_EXPERTS)) for g in made]
+    held = {p.group for p in checkpoint.trained if EXPERT.fullmatch(p.fqn)}
+    if not experts_apart:
+        kinds = [made[i] for i, expert in enumerate(apart) if not expert]
+        for group in (made[i] for i, expert in enumerate(apart) if expert):
+            plain = {**group, _OF_EXPERTS: False}
+            same = [k for k in kinds if all(k.get(n) == plain.get(n) for n in _IDENTITY)]
+            if not same:
+                kinds.append(plain)
+            elif any(_as_data(k) != _as_data(plain) for k in same):
+                raise RequestError(
+                    "request.unsatisfiable",
+                    "the experts of the source have param groups of their own, whose values differ from those of "
+                    "other parameters, and a run without expert parallelism has one for both",
+                    fix="--ep N, as in the source",
+                )
+        found = [kinds]
+    elif any(apart):
+        found = [[g for g, a in zip(made, apart, strict=True) if a is kind] for kind in (False, True)]
+    else:
+        found = [made, [{**g, _OF_EXPERTS: True} for i, g in enumerate(made) if i in held]]
+    more: dict[str | int, Node] = {} if scaler is None else {SCALER: scaler}
+    return [
+        {"optimizer": mapping_of({GROUPS: PList([mapping_of({**g}) for g in one])}), **more} for one in found if one
+    ]
+
+
+def _dicts(node: Node) -> Iterator[Node]:
+    """The dict of an optimizer, or those of chained ones."""
+    if isinstance(node, PList | PTuple):
+        yield from sequence_items(node, what="optimizer")
+    elif is_mapping(node):
+        items = mapping_items(node, what="optimizer")
+        numbered = [items[k] for k in sorted(k for k in items if isinstance(k, int))]
+        yield from (n for n in numbered or [node] if is_mapping(n))
+
+
+def _as_data(group: Mapping[str | int, Node]) -> dict[str | int, object]:
+    """A group's values, so that equal ones compare equal: lists and tuples of numbers are nodes of their own."""
+    return {k: tuple(v.items) if isinstance(v, PList | PTuple) else v for k, v in group.items()}
+
+
+def written_items(common: CommonState, changes: Mapping[str, Node], steps: int | None) -> dict[str | int, Node]:
+    """The common state without optimizer, with some arguments of the run changed.
+
+    Args:
+        common: The source's.
+        changes: Arguments by name.
+        steps: The iteration.
+    """
+    node, values = common.items.get("args"), mapping_of({**common.args, **changes})
+    if isinstance(node, PObject):
+        args: Node = replace(node, state=values, has_state=True)
+    else:
+        args = PObject("newobj", Global("argparse", "Namespace"), PTuple(), state=values, has_state=True)
+    own: dict[str | int, Node] = {"args": args, "checkpoint_version": _VERSION}
+    own |= {} if steps is None else {"iteration": steps}
+    kept = {k: v for k, v in common.items.items() if k not in (*own, "optimizer", "content_metadata")}
+    version = common.items.get("checkpoint_version")
+    return {**own, **({} if version is None else {"checkpoint_version": version}), **kept}
 
 
 def only_one(node: Node, what: str) -> Node:

@@ -20,9 +20,9 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from reshard.choices import DamagedPolicy
-from reshard.errors import RequestError, ReshardError, SourceError, printable
+from reshard.errors import RequestError, ReshardError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
-from reshard.options import MegatronOptions
+from reshard.options import MegatronOptions, NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.containers.torch_file import TreeTensors, open_torch_file
@@ -36,13 +36,25 @@ from reshard_engine.formats.dcp_files.saved_state import (
     read_state,
 )
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors
-from reshard_engine.formats.format import Format, Reader, ReadOptions
+from reshard_engine.formats.format import Format, Reader, ReadOptions, Writer
 from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
 from reshard_engine.formats.megatron.buffers import LayoutError
-from reshard_engine.formats.megatron.common import CommonState, ReadGroups, only_one, read_groups
+from reshard_engine.formats.megatron.common import SCALER, CommonState, ReadGroups, only_one, read_groups
 from reshard_engine.formats.megatron.legacy import LegacyReader, holds_ranks
-from reshard_engine.formats.megatron.model import DAMAGED, RANDOM, MegatronFacts, ModelBuilder, extra_states
-from reshard_engine.formats.megatron.names import MAX_LAYERS, Entry, entries_of, half_of
+from reshard_engine.formats.megatron.model import (
+    COMMON,
+    COMMON_ENTRY,
+    DAMAGED,
+    DESCRIPTION,
+    RANDOM,
+    STEP_DIRECTORY,
+    TRACKER,
+    MegatronFacts,
+    ModelBuilder,
+    extra_states,
+)
+from reshard_engine.formats.megatron.names import MAX_LAYERS, Entry, KeyRules, entries_of, half_of, name_at
+from reshard_engine.formats.megatron.writer import TorchDistWriter
 from reshard_engine.formats.model_weights import checked_state
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.storage.locations import Location
@@ -51,12 +63,7 @@ from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import KnownFiles
 from reshard_engine.tensors.shard_map import Boxes, LogicalTensor, ShardMapBuilder, add_boxes
 
-_DESCRIPTION = "metadata.json"
 _MOST_BYTES = 1 << 16
-_TRACKER = "latest_checkpointed_iteration.txt"
-_STEP = "iter_{:07d}"
-_COMMON = "common.pt"
-_COMMON_ENTRY = "common_state"
 _STATES = "optimizer.state."
 _MASTERS = ("param", "fp32_param")
 _OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
@@ -117,7 +124,7 @@ class TorchDistReader:
 
     def recognises(self, listing: Listing) -> bool:
         """True if the directory has Megatron's description beside torch's metadata; `is_torch_dist` reads it."""
-        return {_DESCRIPTION, METADATA_FILE} <= listing.by_name.keys()
+        return {DESCRIPTION, METADATA_FILE} <= listing.by_name.keys()
 
     def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """Read the model, its optimizer and the run's state.
@@ -138,11 +145,13 @@ class _Assembly:
         self._files: list[SourceFile] = list(self._state.files)
         self._values = {v.entry.key: v for v in self._state.values}
         self._carried = CarriedValues(self._builder)
-        self._common = CommonState.of(self._common_node(location, listing), _COMMON)
+        self._common = CommonState.of(self._common_node(location, listing), COMMON)
         self._buckets = SavedBuckets(self._builder, self._state, options.ledger)
         self._chunks = ChunkTensors(self._builder, self._state.files, self._wanted(), options.ledger)
         self._model = ModelBuilder(self._builder, self._common)
         self._whole: dict[str, SavedWeight] = {}
+        self._keys: list[tuple[str, str]] = []
+        """The key of each weight."""
         self._unread: Undecided | None = None
 
     @property
@@ -163,19 +172,19 @@ class _Assembly:
         Source: megatron-core 0.19.2 `dist_checkpointing/serialization.py` (`load_common_state_dict` asks for the file
         first).
         """
-        if (info := listing.by_name.get(_COMMON)) is not None:
-            parsed = open_torch_file(SourceFile(location.store, _COMMON, (info,)), self._options.ledger)
+        if (info := listing.by_name.get(COMMON)) is not None:
+            parsed = open_torch_file(SourceFile(location.store, COMMON, (info,)), self._options.ledger)
             self._files.append(parsed.file)
             return TreeTensors(self._builder, {parsed.file: len(self._files) - 1}).carried(parsed.root, parsed)
-        value = self._values.get(f"{_COMMON_ENTRY}/shard_0_1")
+        value = self._values.get(f"{COMMON_ENTRY}/shard_0_1")
         if value is None:
             raise SourceError(
                 "checkpoint.incomplete",
-                f"{printable(self._url)} has neither `{_COMMON}` nor the entry {_COMMON_ENTRY}: one of them holds the "
+                f"{printable(self._url)} has neither `{COMMON}` nor the entry {COMMON_ENTRY}: one of them holds the "
                 "param groups and counters of the run",
                 fix=_COPY_AGAIN,
             )
-        return only_one(self._opened([value])[0], _COMMON_ENTRY)
+        return only_one(self._opened([value])[0], COMMON_ENTRY)
 
     def _opened(self, values: Sequence[SavedValue]) -> list[Node]:
         parsed = open_values(self._files, values, self._options.ledger)
@@ -185,6 +194,7 @@ class _Assembly:
     def checkpoint(self) -> Checkpoint:
         """The checkpoint of everything that was read."""
         self._read_tensors()
+        self._model.rules = KeyRules.of(self._keys)
         groups = self._read_groups()
         random_states, not_carried = self._objects()
         built = self._model.checkpoint(
@@ -253,6 +263,7 @@ class _Assembly:
                 f"{printable(key)} has {shape[0]} layers, and the run's arguments say {layers}",
                 fix="the files are of different saves: copy those of one save",
             )
+        self._keys += [(key, entry.name) for entry in entries] if stored.state == "weight" else []
         return [stored.within(entry) for entry in entries]
 
     def _register(self, stored: _Stored) -> None:
@@ -287,21 +298,29 @@ class _Assembly:
     def _objects(self) -> tuple[dict[tuple[int, ...], Node], list[NotCarried]]:
         """Random states by rank, and what is left of the objects."""
         kinds: Counter[str] = Counter()
+        carries = self._options.target == Megatron.targets[0]
         random: dict[tuple[int, ...], SavedValue] = {}
+        extra: dict[str, SavedValue] = {}
         not_carried: list[NotCarried] = []
         for key, value in self._values.items():
             match = _OBJECT.fullmatch(key)
             name = key if match is None else match[1]
-            if name == _COMMON_ENTRY or self._buckets.has_read(key):
+            if name == COMMON_ENTRY or self._buckets.has_read(key):
                 continue
             if name == RANDOM and match is not None:
                 random[tuple(map(int, match[2].split(".")))] = value
+            elif name.endswith(_EXTRA_STATE) and match is not None and carries:
+                extra[name_at(name, [*map(int, match[2].split("."))])] = value
+            elif name.endswith(f".{SCALER}") and carries:
+                self._model.scaler = only_one(self._opened([value])[0], name)
             elif name.endswith(_EXTRA_STATE):
                 kinds[name] += 1
             else:
                 not_carried += named([key], _OBJECT_REASON)
         if kinds:
             not_carried.append(extra_states(kinds.total()))
+        states = self._opened([*extra.values()])
+        self._model.extra_states = {n: only_one(s, n) for n, s in zip(extra, states, strict=True)}
         opened = self._opened([*random.values()])
         return {place: only_one(node, RANDOM) for place, node in zip(random, opened, strict=True)}, not_carried
 
@@ -320,20 +339,36 @@ class Megatron(Format):
     name = "megatron"
     readers: ClassVar[tuple[Reader, ...]] = (TorchDistReader(), LegacyReader())
     of_training = True
-    files = KnownFiles(entries=(_COMMON,))
+    files = KnownFiles(entries=(COMMON,), needed=(DESCRIPTION,))
+    targets = ("megatron",)
+
+    def writer(self, target: str) -> Writer:
+        """The writer of distributed checkpoints."""
+        return TorchDistWriter()
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse options of this format's target where another one is written."""
+        given = {*request.options.of(MegatronOptions).given()} - {"damaged"}
+        if given and request.to not in self.targets:
+            flags = listed([f"--{name.replace('_', '-')}" for name in sorted(given)])
+            raise RequestError("request.invalid", f"{flags}: for --to megatron", fix="--to megatron")
 
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if the description names Megatron's backend: other programs write a `metadata.json` as well."""
-        info = listing.by_name.get(_DESCRIPTION)
+        info = listing.by_name.get(DESCRIPTION)
         if info is None:
             return holds_ranks(location, listing)
         if info.size_bytes > _MOST_BYTES:
             return False
         try:
-            said = parse_json(read_bytes(location.store, info), code="checkpoint.malformed", what=_DESCRIPTION)
+            said = parse_json(read_bytes(location.store, info), code="checkpoint.malformed", what=DESCRIPTION)
         except ReshardError:
             return False
         return isinstance(said, dict) and cast("dict[str, Any]", said).get("sharded_backend") == "torch_dist"
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """The members of param groups, unless experts get groups of their own: a run makes its groups anew."""
+        return () if request.options.of(NativeLayout).ep > 1 else (Question.MEMBERS,)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint without an optimizer that is damaged, if the request asks for that.
@@ -360,14 +395,19 @@ class Megatron(Format):
             no_optimizer="it is left out (--damaged drop-optimizer)",
         )
 
+    def pointed_directory(self, name: str, text: str) -> str | None:
+        """The directory of the iteration that the tracker names by its number."""
+        numbered = name == TRACKER and re.fullmatch(r"\d{1,18}", text) is not None
+        return STEP_DIRECTORY.format(int(text)) if numbered else None
+
     def tracked_tag(self, location: Location, listing: Listing) -> str | None:
         """The directory of the iteration in `latest_checkpointed_iteration.txt`, or `release`.
 
         Source: Megatron-LM `training/checkpointing.py` (`read_metadata`, `get_checkpoint_name`).
         """
-        info = listing.by_name.get(_TRACKER)
+        info = listing.by_name.get(TRACKER)
         if info is None or info.size_bytes > _MOST_BYTES:
             return None
         text = read_bytes(location.store, info).decode("ascii", "replace").strip()
-        tag = _STEP.format(int(text)) if re.fullmatch(r"\d{1,18}", text) else text
+        tag = self.pointed_directory(TRACKER, text) or text
         return tag if tag in listing.directories else None

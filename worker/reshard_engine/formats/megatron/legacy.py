@@ -38,9 +38,9 @@ from reshard_engine.containers.torch_file import (
 from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.megatron.buffers import LayoutError, Member, Slot, slots_in_vector
-from reshard_engine.formats.megatron.common import CommonState, members_said, read_groups, steps_in
+from reshard_engine.formats.megatron.common import SCALER, CommonState, members_said, read_groups, steps_in
 from reshard_engine.formats.megatron.model import RANDOM, ModelBuilder, extra_states
-from reshard_engine.formats.megatron.names import BUFFERS, EXPERT, entries_of
+from reshard_engine.formats.megatron.names import BUFFERS, EXPERT, KeyRules, entries_of
 from reshard_engine.formats.megatron.placement import OUTPUT_LAYER, WORD_EMBEDDINGS, Run, cut_of, model_order
 from reshard_engine.formats.model_weights import checked_state
 from reshard_engine.pickles.nodes import (
@@ -74,7 +74,7 @@ _TOOLS = (
     "and name that directory"
 )
 _WEIGHTS_ALONE = "--to safetensors takes the weights alone; or save once with --ckpt-format torch_dist"
-_SCALER = "grad_scaler"
+
 _SCALER_REASON = "the loss scale of Megatron-core, which starts anew"
 _LISTED_AT_ONCE = 16
 _NUMBERS = 1 << 16
@@ -182,6 +182,11 @@ class _Assembly:
     def __init__(self, location: Location, listing: Listing, options: ReadOptions) -> None:
         self._url, self._options = location.url, options
         self._builder = ShardMapBuilder()
+        self._carries = options.target == "megatron"
+        self._extra: dict[str, tuple[Node, _File]] = {}
+        """Extra states of modules, where they are carried."""
+        self._keys: dict[str, str] = {}
+        """The names of parameters in the whole model as their module has them, and here."""
         self._files: list[SourceFile] = []
         self._kinds: Counter[str] = Counter()
         self._unknown: dict[str, None] = {}
@@ -373,10 +378,11 @@ class _Assembly:
 
     def _held(self, file: _File, chunk: int, layers: range, key: str, node: Node) -> _Held | None:
         run, rank = self._run, file.rank
-        if key.endswith(_EXTRA_STATE):
+        state = key.endswith(_EXTRA_STATE)
+        if state and not self._carries:
             self._kinds[_EXTRA_STATE] += 1
             return None
-        if not isinstance(node, PTensor):
+        if not state and not isinstance(node, PTensor):
             self._unknown.setdefault(f"model.{key}")
             return None
         name = key
@@ -386,10 +392,16 @@ class _Assembly:
         elif "layers." in key and run.pipeline > 1:
             raise self._unsupported(f"nothing says which layers of the whole model {printable(key)} has")
         name = self._global_expert(file, name)
+        if state:
+            # Tensor-parallel ranks keep the same scales; the first one's are taken.
+            self._extra.setdefault(name, (node, file))
+            return None
         last = rank.stage == run.pipeline - 1 and chunk == run.chunks - 1
         untied = file.common.args.get("untie_embeddings_and_output_weights")
         copy = name == OUTPUT_LAYER and last and run.pipeline > 1 and untied is False
-        return _Held(entries_of(name, node.shape)[0].name, node, shared_copy=copy)
+        known = entries_of(name, node.shape)[0].name
+        self._keys.setdefault(name, known)
+        return _Held(known, node, shared_copy=copy)
 
     def _global_expert(self, file: _File, name: str) -> str:
         """The name of an expert's parameter under the expert's number in the whole layer.
@@ -681,6 +693,8 @@ class _Assembly:
             for f in self._ranks
             if RANDOM in f.items and not f.rank.expert
         }
+        self._model.rules = self._key_rules()
+        self._model.extra_states = {n: self._trees.carried(s, f.parsed) for n, (s, f) in self._extra.items()}
         return self._model.checkpoint(
             self._url,
             "megatron-torch",
@@ -692,12 +706,24 @@ class _Assembly:
             not_carried=self._not_carried(),
         )
 
+    def _key_rules(self) -> KeyRules:
+        """The keys of parameters in a distributed checkpoint of this run.
+
+        Source: megatron-core 0.16.1 `models/gpt/gpt_layer_specs.py` (local layers have `sharded_state_dict_keys_map`),
+        `transformer/transformer_block.py` (`sharded_state_dict`: layers that differ have keys of their own).
+        """
+        args = self._common.args
+        apart = [] if args.get("transformer_impl") == "local" else [(key, name) for key, name in self._keys.items()]
+        frequency = args.get("moe_layer_freq")
+        differ = isinstance(frequency, PList) or (isinstance(frequency, int) and frequency > 1)
+        return replace(KeyRules.of(apart), numbered=frozenset({"decoder.layers"} if differ else ()))
+
     def _not_carried(self) -> Iterator[NotCarried]:
         if count := self._kinds[_EXTRA_STATE]:
             yield extra_states(count)
         scaled = [n for n in _optimizers(self._common.items.get("optimizer")) if is_mapping(n)]
-        if any(_SCALER in mapping_items(n, what="optimizer") for n in scaled):
-            yield NotCarried(path=f"optimizer.{_SCALER}", reason=_SCALER_REASON)
+        if not self._carries and any(SCALER in mapping_items(n, what="optimizer") for n in scaled):
+            yield NotCarried(path=f"optimizer.{SCALER}", reason=_SCALER_REASON)
         yield from named(self._unknown, UNKNOWN)
 
 

@@ -7,15 +7,20 @@ from dataclasses import dataclass, field
 
 from reshard.errors import SourceError, counted, listed, printable
 from reshard.models.jobs import NotCarried
-from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, FormatFacts, Parameter, Undecided
+from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, FormatFacts, Parameter, Scalar, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.megatron.common import CommonState, ReadGroups
-from reshard_engine.formats.megatron.names import BUFFERS, VOCABULARY
+from reshard_engine.formats.megatron.names import BUFFERS, VOCABULARY, KeyRules
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.cuts import Cut, CutError, joined, rows_of, whole_shape
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
+TRACKER = "latest_checkpointed_iteration.txt"
+STEP_DIRECTORY = "iter_{:07d}"
+DESCRIPTION = "metadata.json"
+COMMON, COMMON_ENTRY = "common.pt", "common_state"
+"""The file, and the entry, that may hold the common state."""
 RANDOM = "rng_state"
 _EXTRA_REASON = "extra states of modules, which only Megatron-core reads: they hold scales of FP8, or nothing"
 DAMAGED = "checkpoint.damaged"
@@ -38,6 +43,14 @@ class MegatronFacts(FormatFacts):
     common: CommonState
     random_states: Mapping[tuple[int, ...], Node] = field(default_factory=dict[tuple[int, ...], Node])
     """Random states by pipeline and tensor-parallel rank."""
+    steps: Sequence[Scalar | None] = ()
+    """The count of steps of each param group."""
+    scaler: Node = None
+    """The state of the loss scaler; None for a run without one."""
+    rules: KeyRules = field(default_factory=KeyRules)
+    """What decides the keys of parameters in a distributed checkpoint."""
+    extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
+    """Extra states of modules by name (`decoder.layers.3.mlp.linear_fc1._extra_state`), read for `--to megatron`."""
 
     def own_state(self) -> Mapping[str | int, Node]:
         """The arguments of the run, its random states, and the rest of the common state."""
@@ -63,6 +76,9 @@ class ModelBuilder:
         self.states: dict[str, dict[str, int]] = {}
         self.padding: dict[str, dict[str, int]] = {}
         self.agreements: list[Agreement] = []
+        self.rules = KeyRules()
+        self.extra_states: dict[str, Node] = {}
+        self.scaler: Node = common.scaler()
 
     def data_rows(self, name: str, shape: Sequence[int]) -> int | None:
         """The rows of a padded vocabulary that hold data; None for every other tensor."""
@@ -191,7 +207,14 @@ class ModelBuilder:
             schedulers=() if scheduler is None else (scheduler,),
             module_names=tuple(n for n in self.order if n in self.weights),
             not_carried=tuple(not_carried),
-            facts=MegatronFacts(common, random_states),
+            facts=MegatronFacts(
+                common,
+                random_states,
+                () if groups is None else groups.steps,
+                self.scaler,
+                self.rules,
+                self.extra_states,
+            ),
             undecided=undecided if groups is None else groups.undecided,
             assumed=() if groups is None else groups.assumed,
             unproven=frozenset(unproven),

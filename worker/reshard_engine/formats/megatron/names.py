@@ -14,7 +14,7 @@ names of Transformer Engine's), `transformer/mlp.py` (`apply_swiglu_sharded_fact
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
@@ -30,6 +30,8 @@ _NORMS: Mapping[str, str] = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """Norms that Transformer Engine joins with the layer behind them, and their names in local layers."""
+_OF_LAYER = re.compile(r"((?:.*\.)?layers)\.(\d{1,6})\.(.+)")
+_LOCAL = re.compile(r"(.*\bmlp\.experts)\.local_experts\.(\d{1,6})\.(.+)")
 _HALVES = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 """Parameters with a row for each token, behind which Megatron adds rows until tensor parallelism divides them."""
@@ -95,6 +97,54 @@ def _local(name: str) -> str:
         if found and tail in ("weight", "bias"):
             return f"{head}{local}{tail}"
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRules:
+    """What decides the keys of a run's parameters beside their names."""
+
+    norms_apart: frozenset[str] = frozenset()
+    """Norms with keys of their own; all others have those of the layer behind them, as engines join both."""
+    numbered: frozenset[str] = frozenset()
+    """Blocks whose layers differ, so that each has keys of its own: `decoder.layers`."""
+
+    def entry_of(self, name: str) -> Entry:
+        """The entry that holds a parameter: its key, and where the parameter lies along the first axes of it."""
+        key, index, number = name, tuple[int, ...](), None
+        if (layer := _OF_LAYER.fullmatch(name)) is not None:
+            number = int(layer[2])
+            if layer[1] not in self.numbered:
+                key, index = f"{layer[1]}.{layer[3]}", (number,)
+        if (expert := _LOCAL.fullmatch(key)) is not None:
+            key, index = f"{expert[1]}.experts.{expert[3]}", (*index, int(expert[2]))
+        if name not in self.norms_apart:
+            for engine, local in _NORMS.items():
+                head, found, tail = key.rpartition(f".{local}")
+                if found and tail in ("weight", "bias"):
+                    key = f"{head}.{engine}{tail}"
+        return Entry(key, index, number)
+
+    @classmethod
+    def of(cls, entries: Iterable[tuple[str, str]]) -> KeyRules:
+        """The rules by which a checkpoint has these keys, each with the name of a parameter in it."""
+        apart, numbered = set[str](), set[str]()
+        for key, name in entries:
+            if (layer := _OF_LAYER.fullmatch(key)) is not None:
+                numbered.add(layer[1])
+            if any(f".{local}" in key for local in _NORMS.values()):
+                apart.add(name)
+        return cls(frozenset(apart), frozenset(numbered))
+
+
+def name_at(key: str, index: Sequence[int]) -> str:
+    """The name of a module's object, such as its extra state, by its key and its place among equal objects."""
+    at = iter(index)
+    if (layer := _LAYERS.fullmatch(key)) is not None:
+        key = f"{layer[1]}.layers.{next(at, 0)}.{layer[2]}" if layer[1] else f"layers.{next(at, 0)}.{layer[2]}"
+    if (expert := _EXPERTS.fullmatch(key)) is not None:
+        number = expert[2] if expert[2] is not None else next(at, 0)
+        key = f"{expert[1]}.local_experts.{number}.{expert[3]}"
+    return checked_name(key)
 
 
 def half_of(name: str) -> tuple[str, int] | None:

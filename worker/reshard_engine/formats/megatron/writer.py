@@ -1,0 +1,383 @@
+"""Lays out distributed checkpoints of Megatron-core (`torch_dist`), with the optimizer by parameters.
+
+Tensors are whole, so that a run of any tensor, pipeline and data parallelism loads them. Equal layers and experts are
+one entry; each lies in records of its own. Only the number of optimizers depends on the run: with expert parallelism,
+experts have one of their own.
+
+Source: megatron-core 0.16.1 `dist_checkpointing/serialization.py` (`save`), `dist_checkpointing/strategies/torch.py`,
+`optimizer/distrib_optimizer.py` (`sharded_param_state_fully_reshardable`), `optimizer/optimizer.py`
+(`ChainedOptimizer.sharded_state_dict`, `Float16OptimizerWithFloat16Params`, `FP32Optimizer`),
+`tensor_parallel/layers.py` (`get_extra_state` gives None); 0.19.2 `dist_checkpointing/serialization.py`
+(`common_state`); Megatron-LM `training/checkpointing.py` (`generate_state_dict`, `load_checkpoint`: random states are
+taken where tensor and pipeline parallelism are those of the arguments); verified by loading with megatron-core.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, cast
+
+from reshard.choices import CommonStatePlace, OptimizerSharding, RngPolicy
+from reshard.errors import RequestError, counted, listed, printable
+from reshard.models.jobs import ConvertRequest, NotCarried
+from reshard.options import MegatronOptions, NativeLayout
+from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.formats.carried import AS_ASKED, frozen_parameters, named
+from reshard_engine.formats.dcp_files.shards import JoinedEntry, Part, ShardOptions, Shards, ValueEntry
+from reshard_engine.formats.megatron.common import CommonState, optimizers_for, written_items
+from reshard_engine.formats.megatron.model import (
+    COMMON,
+    COMMON_ENTRY,
+    DESCRIPTION,
+    RANDOM,
+    STEP_DIRECTORY,
+    TRACKER,
+    MegatronFacts,
+)
+from reshard_engine.formats.torch_archive import tree_template
+from reshard_engine.pickles.nodes import Node, PList, mapping_of, node_of
+from reshard_engine.tensors.dtypes import FLOAT32, Dtype
+from reshard_engine.tensors.layout import ZEROS, Pointer, TargetFile, TargetLayout, literal_template
+
+_STATES = "optimizer.state."
+_SHARDING = "distrib_optim_sharding_type"
+_PLACE = 2
+"""Numbers of a random state's place: those of its pipeline stage and its tensor-parallel rank."""
+_NO_RANDOM = "there are no random states: load it with --no-load-rng"
+_MODULE = re.compile(r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.weight")
+"""Modules whose extra states every run loads."""
+_ATTENTION = re.compile(r"(.+\.self_attention\.)linear_qkv\.weight")
+_OF_MEGATRON = re.compile(r"embedding\.word_embeddings\.weight|decoder\.layers\.\d+\..+")
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "transformer_impl")
+"""Arguments that loading compares, and the one that decides the keys of norms."""
+_HOW = "--to dcp and --to safetensors take every model; --names megatron-core renames one of Hugging Face"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of one parameter: its number in the shard map, and that of the padding behind its rows."""
+
+    number: int
+    dtype: Dtype
+    shape: tuple[int, ...]
+    padding: int | None = None
+    padded_rows: int = 0
+
+
+def facts_for(checkpoint: Checkpoint, options: MegatronOptions) -> MegatronFacts:
+    """The facts of Megatron-core about a source, with the arguments that the user says.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for a source that is not Megatron-core's, without arguments.
+    """
+    facts, said = checkpoint.facts, said_args(options.megatron_args)
+    if isinstance(facts, MegatronFacts):
+        return replace(facts, common=replace(facts.common, args={**facts.common.args, **said}))
+    where = f"{printable(checkpoint.url)} is {checkpoint.format}"
+    if not any(_OF_MEGATRON.fullmatch(p.fqn) for p in checkpoint.parameters):
+        raise RequestError("request.unsatisfiable", f"{where}, and its names are not Megatron-core's", fix=_HOW)
+    if lost := [name for name in _NEEDED if name not in said]:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{where}, and nothing says the arguments of the run: {listed(lost)}",
+            fix="--megatron-args FILE, a JSON object with them",
+        )
+    if checkpoint.optimizer is not None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{where}, whose param groups are not those of Megatron-core (wd_mult, lr_mult, max_lr, min_lr)",
+            fix="--to dcp keeps the optimizer; --to safetensors takes the weights, which --to megatron takes then",
+        )
+    return MegatronFacts(CommonState({}, said))
+
+
+def said_args(text: str | None) -> dict[str | int, Node]:
+    """The arguments that a user says as JSON.
+
+    Raises:
+        RequestError: `request.invalid` for a text that is not a JSON object of arguments.
+    """
+    if text is None:
+        return {}
+    try:
+        found: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("request.invalid", f"--megatron-args: {error}", fix='{"num_layers": 32}') from error
+    if not isinstance(found, dict):
+        raise RequestError("request.invalid", "--megatron-args is no JSON object", fix='{"num_layers": 32}')
+    return {str(name): node_of(value) for name, value in cast("dict[str, Any]", found).items()}
+
+
+class TorchDistWriter:
+    """Writes a directory that `dist_checkpointing.load` loads."""
+
+    def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
+        """Lay out every file.
+
+        Raises:
+            RequestError: `request.unsatisfiable` for a model that is not Megatron-core's, or for states that its
+                optimizers do not have; `request.invalid` for a layout that the model does not have.
+        """
+        return _Layout(checkpoint, request).target(name)
+
+
+class _Layout:
+    """One target being laid out."""
+
+    def __init__(self, checkpoint: Checkpoint, request: ConvertRequest) -> None:
+        self._options = request.options.of(MegatronOptions)
+        self._checkpoint, self._request = checkpoint, request
+        self._facts = facts = facts_for(checkpoint, self._options)
+        self._layout = request.options.of(NativeLayout)
+        self._warnings: list[str] = []
+        self._left: list[NotCarried] = []
+        sharding = self._options.optimizer_sharding
+        if sharding is None:
+            plain = facts.common.args.get("use_distributed_optimizer") is False
+            sharding = OptimizerSharding.NONE if plain else OptimizerSharding.FULLY_RESHARDABLE
+        self._sharding = sharding
+
+    def target(self, name: str) -> TargetLayout:
+        """All files, with the tracker of the run beside them."""
+        shard_map, opaque = self._checkpoint.shard_map, self._request.opaque
+        entries = [*self._model(), *self._optimizer(), *self._extra_states(), *self._random_states()]
+        common = self._common()
+        as_file = self._options.common_state is CommonStatePlace.FILE
+        if not as_file:
+            entries.append(ValueEntry((f"{COMMON_ENTRY}/shard_0_1",), PList([common])))
+        *files, metadata = Shards(ShardOptions(shard_map, opaque)).lay_out(entries)
+        described: dict[str, str | int] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        if as_file:
+            described |= {"common_backend": "torch", "common_backend_version": 1}
+            template, slots = tree_template(COMMON.removesuffix(".pt"), common, shard_map, opaque=opaque)
+            files.append(TargetFile(COMMON, template, slots))
+        # Without the description no loader takes the directory for a distributed checkpoint.
+        last = TargetFile(DESCRIPTION, literal_template(json.dumps(described).encode()), (), commit=True)
+        pointer = self._pointer(name)
+        return TargetLayout((*files, metadata, last), pointer, tuple(self._warnings), not_carried=tuple(self._left))
+
+    def _pointer(self, name: str) -> Pointer | None:
+        steps = self._checkpoint.counters.steps
+        wanted = None if steps is None else STEP_DIRECTORY.format(steps)
+        if wanted == name:
+            return Pointer(TRACKER, str(steps).encode(), says=name)
+        known = "the source counts no steps" if wanted is None else f"Megatron-LM looks for {wanted}"
+        self._warnings.append(f"{known}: no `{TRACKER}` names {printable(name)}")
+        return None
+
+    # The common state.
+
+    def _common(self) -> Node:
+        """Arguments, param groups, scheduler and counters."""
+        kind = self._sharding
+        optimizers: list[Node] = []
+        if self._checkpoint.optimizer is not None:
+            dicts = optimizers_for(
+                self._checkpoint, self._facts.steps, self._facts.scaler, experts_apart=self._layout.ep > 1
+            )
+            optimizers = [self._optimizer_dict(one) for one in dicts]
+        metadata: dict[str | int, Node] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if kind is not OptimizerSharding.NONE:
+            metadata |= {_SHARDING: kind.value, "distrib_optim_fully_reshardable_mem_efficient": False}
+        changes: dict[str, Node] = {"ckpt_format": self._options.ckpt_format.value}
+        if optimizers:
+            changes["use_distributed_optimizer"] = kind is not OptimizerSharding.NONE
+        items = written_items(self._facts.common, changes | self._parallel_sizes(), self._checkpoint.counters.steps)
+        if optimizers:
+            one = len(optimizers) == 1
+            items["optimizer"] = optimizers[0] if one else mapping_of(dict(enumerate(optimizers)))
+        else:
+            self._warnings.append("there is no optimizer: load it with --no-load-optim, or with --finetune")
+        return mapping_of({**items, "content_metadata": mapping_of(metadata)})
+
+    def _optimizer_dict(self, held: Mapping[str | int, Node]) -> Node:
+        """The dict of one optimizer by the class that saves it."""
+        if self._sharding is not OptimizerSharding.NONE:
+            return mapping_of({**held, "param_state_sharding_type": self._sharding.value})
+        # The optimizer of a model of fp32 is torch's own.
+        return held["optimizer"] if self._of_fp32 else mapping_of({**held})
+
+    @property
+    def _of_fp32(self) -> bool:
+        return all(self._weight(p).dtype == FLOAT32 for p in self._checkpoint.trained)
+
+    def _parallel_sizes(self) -> dict[str, Node]:
+        """The arguments of the layout that the request names; without one, those of the source stay."""
+        layout, ranks = self._layout, {"tensor": self._layout.tp, "pipeline": self._layout.pp}
+        found: dict[str, Node] = {}
+        if max(ranks.values()) > 1:
+            found |= {f"{kind}_model_parallel_size": size for kind, size in ranks.items()}
+        if layout.dp is not None:
+            found |= {"data_parallel_size": layout.dp, "world_size": layout.world_size}
+        if (experts := self._experts) and (experts % layout.ep or layout.ep > experts):
+            raise RequestError(
+                "request.invalid", f"{experts} experts do not divide by {layout.ep} ranks", fix="choose another --ep"
+            )
+        if layout.ep > 1 and not experts:
+            raise RequestError("request.invalid", "--ep: the model has no experts", fix="leave it out")
+        before = self._facts.common.number("expert_model_parallel_size") or 1
+        if experts and layout.ep == 1 and before > 1:
+            self._warnings.append(
+                f"the source has {before} expert-parallel ranks, and the target is for one: --ep for more, as a run "
+                "with several has an optimizer of experts apart"
+            )
+        if experts:
+            found["expert_model_parallel_size"] = layout.ep
+        return found
+
+    @property
+    def _experts(self) -> int:
+        found = (re.fullmatch(r".*\.local_experts\.(\d+)\..*", p.fqn) for p in self._checkpoint.parameters)
+        return max((int(m[1]) + 1 for m in found if m is not None), default=0)
+
+    # Tensors.
+
+    def _model(self) -> Iterator[JoinedEntry]:
+        """The model's own tensors."""
+        exclude = self._request.exclude_frozen
+        if exclude:
+            self._left += frozen_parameters(self._checkpoint)
+        kept = [p for p in self._checkpoint.parameters if p.trained or not exclude]
+        found = {p.fqn: self._weight(p) for p in kept}
+        found |= {b.fqn: self._plain(b.tensor) for b in self._checkpoint.buffers}
+        yield from self._entries("", found)
+
+    def _optimizer(self) -> Iterator[JoinedEntry]:
+        """Masters and moments.
+
+        Raises:
+            RequestError: `request.unsatisfiable` for a parameter without some of the states of others.
+        """
+        trained = self._checkpoint.trained if self._checkpoint.optimizer is not None else ()
+        distributed = self._sharding is not OptimizerSharding.NONE
+        masters = {p.fqn: self._master(p) for p in trained if distributed or self._weight(p).dtype != FLOAT32}
+        yield from self._entries(f"{_STATES}{'param' if distributed else 'fp32_param'}.", masters)
+        for state in dict.fromkeys(s for p in trained for s in p.states if s != "fp32"):
+            lost = [p.fqn for p in trained if state not in p.states and not p.never_updated]
+            if lost:
+                raise RequestError(
+                    "request.unsatisfiable",
+                    f"{listed(lost)} {'has' if len(lost) == 1 else 'have'} no {printable(state)}, and others have one",
+                    fix="--to dcp keeps states as they are; --to safetensors takes the weights alone",
+                )
+            yield from self._entries(f"{_STATES}{state}.", {p.fqn: self._state(p, state) for p in trained})
+
+    def _weight(self, parameter: Parameter) -> _Tensor:
+        number = parameter.value() if parameter.weight is None else parameter.weight
+        return self._plain(number, parameter.padding.get("weight"))
+
+    def _master(self, parameter: Parameter) -> _Tensor:
+        if "fp32" in parameter.states:
+            return self._state(parameter, "fp32")
+        weight = self._weight(parameter)
+        if weight.dtype != FLOAT32:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the optimizer has no master of {printable(parameter.fqn)}",
+                fix="--to safetensors takes the weights alone",
+            )
+        return weight
+
+    def _state(self, parameter: Parameter, state: str) -> _Tensor:
+        weight = self._weight(parameter)
+        if state in parameter.states:
+            found = self._plain(parameter.states[state], parameter.padding.get(state))
+        else:
+            # No gradient ever reached it, and these are the states that its optimizer begins with.
+            found = _Tensor(ZEROS, FLOAT32, parameter.shape)
+        if weight.padding is None or found.padding is not None:
+            return found
+        return replace(found, padding=ZEROS, padded_rows=weight.padded_rows)
+
+    def _plain(self, number: int, padding: int | None = None) -> _Tensor:
+        tensors = self._checkpoint.shard_map.tensors
+        one = tensors[number]
+        return _Tensor(number, one.dtype, one.shape, padding, 0 if padding is None else tensors[padding].shape[0])
+
+    def _entries(self, prefix: str, tensors: Mapping[str, _Tensor]) -> Iterator[JoinedEntry]:
+        """The entries of tensors by parameter: one for each kind of parameter within layers."""
+        found: dict[str, dict[tuple[int, ...], str]] = defaultdict(dict)
+        for name in tensors:
+            entry = self._facts.rules.entry_of(name)
+            if found[entry.name].setdefault(entry.index, name) != name:
+                raise self._others(f"{printable(name)} and another parameter are both {printable(entry.name)}")
+        for key, members in found.items():
+            yield self._joined(prefix, key, {at: tensors[name] for at, name in members.items()})
+
+    def _joined(self, prefix: str, key: str, members: Mapping[tuple[int, ...], _Tensor]) -> JoinedEntry:
+        try:
+            front = tuple(max(at) + 1 for at in zip(*members, strict=True))
+        except ValueError:
+            raise self._others(f"{printable(key)} is of layers in some names, and not in others") from None
+        kinds = {(t.shape, t.dtype, t.padded_rows) for t in members.values()}
+        if len(members) != prod(front) or len(kinds) > 1:
+            differs = "differ in shape or type" if len(members) == prod(front) else "leave some out"
+            raise self._others(
+                f"{printable(key)} is one tensor of {' x '.join(map(str, front))} layers and experts, and "
+                f"{counted(len(members), 'parameter')} {differs}"
+            )
+        lead, parts = len(front), list[Part]()
+        for index in sorted(members):
+            one = members[index]
+            sizes = (*(1,) * lead, *one.shape)
+            parts.append(Part(one.number, (*index, *(0,) * len(one.shape)), sizes, lead if one.shape else 0))
+            if one.padding is not None:
+                behind = (one.shape[0], *(0,) * (len(one.shape) - 1))
+                parts.append(Part(one.padding, behind, (one.padded_rows, *one.shape[1:])))
+        ((shape, dtype, rows),) = kinds
+        whole = (*front, *((shape[0] + rows, *shape[1:]) if shape else ()))
+        return JoinedEntry((prefix + key,), dtype, whole, tuple(parts))
+
+    def _others(self, text: str) -> RequestError:
+        return RequestError("request.unsatisfiable", text, fix=_HOW)
+
+    # Objects.
+
+    def _extra_states(self) -> Iterator[ValueEntry]:
+        """The extra states of modules; where the source has none, None, as modules without FP8 have it."""
+        states = self._facts.extra_states
+        if not states:
+            matches = [m for p in self._checkpoint.parameters if (m := _MODULE.fullmatch(p.fqn)) is not None]
+            states = {f"{m[1]}._extra_state": None for m in matches}
+            if self._facts.common.args.get("transformer_impl") == "transformer_engine":
+                layers = [m for p in self._checkpoint.parameters if (m := _ATTENTION.fullmatch(p.fqn)) is not None]
+                states |= {f"{m[1]}core_attention._extra_state": None for m in layers}
+        found: dict[str, dict[tuple[int, ...], Node]] = defaultdict(dict)
+        for name, state in states.items():
+            entry = self._facts.rules.entry_of(name)
+            found[entry.name][entry.index or (0,)] = state
+        nothing = PList([None])
+        for key, members in found.items():
+            shape = [max(at) + 1 for at in zip(*members, strict=True)]
+            for index, state in members.items():
+                yield ValueEntry(_object_key(key, index, shape), nothing if state is None else PList([state]))
+
+    def _random_states(self) -> Iterator[ValueEntry]:
+        """The random states of ranks, by pipeline stage and tensor-parallel rank."""
+        held, layout = self._facts.random_states, self._layout
+        if not held or any(len(place) != _PLACE for place in held):
+            self._left += named([RANDOM] if held else [], "it is not by pipeline and tensor-parallel rank")
+            if not held:
+                self._warnings.append(_NO_RANDOM)
+            return
+        if self._request.options.of(NativeLayout).rng is RngPolicy.DROP:
+            self._left += named([RANDOM], AS_ASKED)
+            self._warnings.append(_NO_RANDOM)
+            return
+        states = [held[place] for place in sorted(held)]
+        stages, ranks = (max(at) + 1 for at in zip(*held, strict=True))
+        if max(layout.pp, layout.tp) > 1:
+            stages, ranks = layout.pp, layout.tp
+        for number in range(stages * ranks):
+            key = _object_key(RANDOM, divmod(number, ranks), (stages, ranks))
+            yield ValueEntry(key, PList([states[number % len(states)]]))
+
+
+def _object_key(key: str, index: Sequence[int], shape: Sequence[int]) -> tuple[str]:
+    """The key of one object of several, as `ShardedObject.unique_key` makes it."""
+    return (f"{key}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}",)
