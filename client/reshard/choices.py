@@ -178,6 +178,8 @@ class DamagedPolicy(StrEnum):
     REFUSE = "refuse"
     DROP_OPTIMIZER = "drop-optimizer"
     """The weights are read alone."""
+    REPAIR = "repair"
+    """Every state is taken from where the files hold it, which must be proven; what they do not hold is reported."""
 
 
 class CkptFormat(StrEnum):

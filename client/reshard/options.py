@@ -498,7 +498,8 @@ class MegatronOptions(FormatOptions):
     damaged: Annotated[
         DamagedPolicy | None,
         Option(
-            "Megatron-core: optimizer states that are not those of the weights; default: refuse.",
+            "Megatron-core: optimizer states that are not those of the weights; default: refuse. `repair` puts shifted "
+            "ones back.",
             Section.SOURCE,
             12,
             label="Damaged optimizer states",

@@ -186,6 +186,8 @@ class Agreement:
     """What helps against a difference; empty where nothing but the rules of tensor parallelism decides it."""
     code: str = "checkpoint.disagreement"
     """The code of the error for a difference: a format may know what caused it."""
+    every: bool = False
+    """True if every element is compared, however large the tensors are; else blocks of large rounded ones are."""
 
 
 class Question(StrEnum):
@@ -250,6 +252,13 @@ class FormatFacts:
     def own_state(self) -> Mapping[str | int, Node]:
         """The parts of the run's state that no field of a checkpoint holds: only this format has a place for them."""
         return {}
+
+    def cause(self, checkpoint: Checkpoint, differing: Sequence[Agreement]) -> tuple[str, str] | None:
+        """What made tensors differ that must agree, as the end of a sentence, and what helps; None if nothing is known.
+
+        It may read a few elements of the checkpoint.
+        """
+        return None
 
     def of_others(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """The names in `run_state` of what belongs to models and optimizers that were not read."""

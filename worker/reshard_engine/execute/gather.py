@@ -24,7 +24,7 @@ from reshard_engine.plan.model import WriteItem
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS, Body
 from reshard_engine.tensors.shard_map import Piece, Pieces, ShardMap, Strides
-from reshard_engine.tensors.views import LoraBias, LoraMerge, Mean, Merged, NewRows, View
+from reshard_engine.tensors.views import LoraBias, LoraMerge, Mean, Merged, NewRows, Spliced, View
 
 # The request to a reader of tensors.
 
@@ -579,11 +579,27 @@ class TensorReader:
                 self.read(_items_of_view(item, origin), memory)
             case View():
                 return self._extents_of(item, memory)
+            case Spliced():
+                return self._extents_of_spliced(item, origin, memory)
             case Mean() | LoraMerge() | LoraBias() | NewRows():
                 self._compute(item, origin, memory)
             case _:
                 assert_never(origin)
         return []
+
+    def _extents_of_spliced(self, item: ReadItem, spliced: Spliced, memory: ByteArray) -> list[Extents]:
+        """The extents of elements that are runs of other tensors, so that runs of one file are read together."""
+        found: list[Extents] = []
+        size = item.dtype.itemsize_bytes
+        for begin, run in spliced.within(item.begin, item.end):
+            at = item.at + (begin - item.begin) * size
+            if run.tensor is None:
+                memory[at : at + run.length * size] = 0
+                continue
+            one = ReadItem(run.tensor, item.dtype, run.source, run.source + run.length, at, item.counted)
+            derived = run.tensor in self._map.derived
+            found += self._extents_of_derived(one, memory) if derived else self._extents_of(one, memory)
+        return found
 
     def _compute(self, item: ReadItem, origin: Mean | Merged, memory: ByteArray) -> None:
         kind, size = self._kind(item), item.dtype.itemsize_bytes

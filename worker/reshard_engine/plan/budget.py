@@ -12,7 +12,7 @@ from reshard.errors import RequestError
 from reshard_engine.integrity.checksums import BLOCK_BYTES
 from reshard_engine.tensors.layout import FileTemplate, TargetFile
 from reshard_engine.tensors.shard_map import ShardMap
-from reshard_engine.tensors.views import View
+from reshard_engine.tensors.views import Spliced, View
 
 READ_BATCH_BYTES = 16 << 20
 """Largest run of source bytes read at once beside the chunk that it fills."""
@@ -53,6 +53,7 @@ def metadata_bytes(shard_map: ShardMap, files: Sequence[TargetFile]) -> int:
         TENSOR_BYTES * len(shard_map.tensors)
         + PIECE_BYTES * shard_map.piece_count
         + BOX_BYTES * sum(len(v.boxes) for v in shard_map.derived.values() if isinstance(v, View))
+        + BOX_BYTES * sum(len(v.splices) for v in shard_map.derived.values() if isinstance(v, Spliced))
         + FILE_BYTES * len(files)
         + BODY_BYTES * bodies
         + shapes

@@ -10,8 +10,11 @@ as columns, only for the elements that a unit asks for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -222,10 +225,46 @@ class NewRows:
     """For each row of `source`, the row of `base` that it replaces. No row occurs twice."""
 
 
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """A run of elements of a spliced tensor, and where it is taken from."""
+
+    length: int
+    tensor: int | None
+    """Number of the tensor that holds the run, in its own row-major order; None for a run of zeros."""
+    source: int = 0
+    """The first element in that tensor."""
+
+
+@dataclass(frozen=True)
+class Spliced:
+    """A tensor whose elements, in row-major order, are runs of other tensors one after another, whatever their shapes.
+
+    Other tensors may have another floating-point type, whose numbers the type of this one holds exactly.
+    """
+
+    splices: tuple[Splice, ...]
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The end of each run in this tensor."""
+        return tuple(accumulate(s.length for s in self.splices))
+
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, Splice]]:
+        """The runs of the elements `[begin, end)`, clipped to them, each with its first element in this tensor."""
+        for number in range(bisect_right(self.ends, begin), len(self.splices)):
+            one, last = self.splices[number], self.ends[number]
+            low, high = max(begin, last - one.length), min(end, last)
+            if low >= end:
+                return
+            if low < high:
+                yield low, Splice(high - low, one.tensor, one.source + low - (last - one.length))
+
+
 Merged = LoraMerge | LoraBias | NewRows
 """Weights and biases with a merged adapter."""
-Derived = View | Mean | Merged
-"""Tensors without bytes of their own in files. A view refers to stored tensors and means, never to views."""
+Derived = View | Mean | Merged | Spliced
+"""Tensors without bytes of their own in files. A view refers to stored and computed tensors, never to views."""
 Origin = Stored | Derived
 STORED = Stored()
 

@@ -119,6 +119,7 @@ def _between(spans: Sequence[tuple[int, int, int]], size_bytes: int) -> list[tup
 
 _THREADS = 4
 _BLOCK_ELEMS = 1 << 20
+_MOST_NAMES = 1 << 12
 SAMPLED_BLOCKS = 16
 """Number of blocks of a large weight that are compared with its master: evenly spread, with the first and last."""
 
@@ -160,14 +161,15 @@ def judge_agreements(checkpoint: Checkpoint, texts: Sequence[str | None], policy
     if fatal:
         agreement, text = fatal[0]
         names = sorted({printable(a.fqn) for a, _ in fatal})
+        because, known_fix = checkpoint.facts.cause(checkpoint, [a for a, _ in fatal]) or ("", "")
         raise SourceError(
             agreement.code,
             f"of {counted(len(found), 'tensor')} that must agree, {counted(len(fatal), 'differs', 'differ')}, "
-            f"in {counted(len(names), 'parameter')}: {text}",
-            fix=agreement.fix or "the rules of tensor parallelism or the files are wrong: see --rules"
+            f"in {counted(len(names), 'parameter')}: {text}{because}",
+            fix=known_fix or agreement.fix or "the rules of tensor parallelism or the files are wrong: see --rules"
             if agreement.rounded
             else "--replicas first takes the lowest rank's copy; wrong rules of tensor parallelism look like this too",
-            details={"parameters": names[:64]},
+            details={"parameters": names[:_MOST_NAMES], "count": len(names)},
         )
     return [f"{text}; the first copy was taken" for _, text in wrong]
 
@@ -175,7 +177,7 @@ def judge_agreements(checkpoint: Checkpoint, texts: Sequence[str | None], policy
 def _blocks(agreement: Agreement, numel: int) -> Iterator[tuple[int, int]]:
     count = -(-numel // _BLOCK_ELEMS)
     chosen = range(count)
-    if agreement.rounded and count > SAMPLED_BLOCKS:
+    if agreement.rounded and not agreement.every and count > SAMPLED_BLOCKS:
         chosen = sorted({i * (count - 1) // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)})
     for block in chosen:
         yield block * _BLOCK_ELEMS, min((block + 1) * _BLOCK_ELEMS, numel)

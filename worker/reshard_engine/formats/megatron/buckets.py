@@ -148,7 +148,7 @@ class SavedBuckets:
         objects = self._opened(opened)
         lengths = {owner: self._lengths(owner, held) for owner, held in objects.items()}
         groups = self._groups(objects)
-        fit = _Fit(Run.of(common), weights, self._buffers, lengths, self._is_in_order)
+        fit = Fit(Run.of(common), weights, self._buffers, lengths, self.is_in_order)
         fit.check_owners()
         places = fit.places()
         chunks = ChunkTensors(self._builder, self._state.files, self._vectors(), self._ledger)
@@ -247,7 +247,7 @@ class SavedBuckets:
 
     # The order of keys.
 
-    def _is_in_order(self, weights: Mapping[str, SavedWeight], run: Run) -> bool:
+    def is_in_order(self, weights: Mapping[str, SavedWeight], run: Run) -> bool:
         """True if one data-parallel rank of each model-parallel one saved the model, in the model's order.
 
         A fully parallel save deals the tensors to all data-parallel ranks, and then the metadata has the keys of the
@@ -264,7 +264,7 @@ class SavedBuckets:
 
     # Tensors.
 
-    def _add_slots(self, buffer: _Buffer, slots: Sequence[Slot], fit: _Fit, chunks: ChunkTensors, owner: Owner) -> None:
+    def _add_slots(self, buffer: _Buffer, slots: Sequence[Slot], fit: Fit, chunks: ChunkTensors, owner: Owner) -> None:
         """Register each parameter's part in this buffer, for each state."""
         for bucket, states in buffer.buckets.items():
             for state, vector in states.items():
@@ -290,7 +290,7 @@ class SavedBuckets:
                     )
                     fit.parts.setdefault((slot.name, name), {})[owner] = number
 
-    def _join(self, fit: _Fit, model: ModelBuilder) -> None:
+    def _join(self, fit: Fit, model: ModelBuilder) -> None:
         """Join the parts of all ranks to the states of the whole model."""
         states = list(dict.fromkeys(state for _, state in fit.parts))
         copies: dict[str, int] = {}
@@ -331,7 +331,7 @@ def _by_type(node: Node, owner: Owner) -> dict[str, list[int]]:
     return found
 
 
-class _Fit:
+class Fit:
     """The parameters of each buffer, and their places."""
 
     def __init__(
@@ -349,9 +349,18 @@ class _Fit:
         self._known: dict[tuple[int, int, int], list[tuple[str, list[Member]]]] = {}
         """The parameters of each stage, in the order that is tried."""
         self._experts = self._count_experts()
-        self._tied = run.pipeline > 1 and tied(weights)
+        self.tied = run.pipeline > 1 and tied(weights)
+        """True if the last stage holds a copy of the embedding."""
         self.parts: dict[tuple[str, str], dict[Owner, int]] = {}
         """The tensors that hold a state of a parameter, by the model-parallel ranks that hold them."""
+
+    def orders(self) -> list[list[str]]:
+        """The orders in which the model may register its parameters.
+
+        Raises:
+            LayoutError: No order is known.
+        """
+        return orders_of(self.names, self._run, saved=self._in_order)
 
     def _count_experts(self) -> dict[str, int]:
         """The number of experts of each layer that has some."""
@@ -437,24 +446,32 @@ class _Fit:
     def _members_of(
         self, order: Sequence[str], owner: Owner, stage: int, expert_rank: int
     ) -> list[tuple[str, list[Member]]]:
+        chunks = range(self._run.chunks)
+        return [one for c in chunks for one in self.members_in(c, order, owner, stage, expert_rank).items()]
+
+    def members_in(
+        self, chunk: int, order: Sequence[str], owner: Owner, stage: int, expert_rank: int
+    ) -> dict[str, list[Member]]:
+        """The parameters of one model chunk of a rank by their element type, each type in the order of registration.
+
+        Raises:
+            LayoutError: As `cut`, and as `Run.of_chunk`.
+        """
         run, chained = self._run, owner[0]
-        found: list[tuple[str, list[Member]]] = []
-        for chunk in range(run.chunks):
-            by_type: dict[str, list[Member]] = {}
-            last = (stage, chunk) == (run.pipeline - 1, run.chunks - 1)
-            names = run.of_chunk(order, stage, chunk)
-            for name in (*names, OUTPUT_LAYER) if last and self._tied else names:
-                if run.is_shared(name) != (chained == 0):
-                    continue
-                experts = self._experts.get(name.partition(".local_experts.")[0], 0)
-                if chained and run.expert_rank(name, experts) != expert_rank:
-                    continue
-                weight = self.weights.get(name) or self.weights[WORD_EMBEDDINGS]
-                numel = int(np.prod(self.local_shape(owner, name), dtype=np.int64))
-                alone = self._tied and name in (WORD_EMBEDDINGS, OUTPUT_LAYER)
-                by_type.setdefault(weight.dtype.name, []).append(Member(name, numel, alone))
-            found += by_type.items()
-        return found
+        by_type: dict[str, list[Member]] = {}
+        last = (stage, chunk) == (run.pipeline - 1, run.chunks - 1)
+        names = run.of_chunk(order, stage, chunk)
+        for name in (*names, OUTPUT_LAYER) if last and self.tied else names:
+            if run.is_shared(name) != (chained == 0):
+                continue
+            experts = self._experts.get(name.partition(".local_experts.")[0], 0)
+            if chained and run.expert_rank(name, experts) != expert_rank:
+                continue
+            weight = self.weights.get(name) or self.weights[WORD_EMBEDDINGS]
+            numel = int(np.prod(self.local_shape(owner, name), dtype=np.int64))
+            alone = self.tied and name in (WORD_EMBEDDINGS, OUTPUT_LAYER)
+            by_type.setdefault(weight.dtype.name, []).append(Member(name, numel, alone))
+        return by_type
 
     # Places.
 
@@ -466,7 +483,7 @@ class _Fit:
         """
         fitting: list[_Places] = []
         problem: LayoutError | None = None
-        for order in orders_of(self.names, self._run, saved=self._in_order):
+        for order in self.orders():
             self._known.clear()
             try:
                 found = {k: v for owner in self._lengths for k, v in self._places_of(order, owner).items()}

@@ -40,6 +40,7 @@ from reshard_engine.formats.format import Format, Reader, ReadOptions, Writer
 from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import SCALER, CommonState, ReadGroups, only_one, read_groups
+from reshard_engine.formats.megatron.damage import SHARDING, Shifts, SuspectFacts, possible_shifts, repaired
 from reshard_engine.formats.megatron.legacy import LegacyReader, holds_ranks
 from reshard_engine.formats.megatron.model import (
     COMMON,
@@ -207,7 +208,19 @@ class _Assembly:
             random_states=random_states,
             not_carried=not_carried,
         )
-        return replace(built, agreements=(*self._chunks.agreements, *self._buckets.agreements, *built.agreements))
+        built = replace(built, agreements=(*self._chunks.agreements, *self._buckets.agreements, *built.agreements))
+        shifts = self._shifts() if groups is not None else None
+        return built if shifts is None else replace(built, facts=SuspectFacts(self._common, random_states, shifts))
+
+    def _shifts(self) -> Shifts | str | None:
+        """The shifts that the states may have; the reason where nothing says it; None if they have none."""
+        if self._common.sharding_type != SHARDING or self._buckets.found:
+            return None
+        weights = {name: one for name, one in self._whole.items() if name in self._model.states}
+        try:
+            return possible_shifts(self._common, weights, self._buckets.is_in_order)
+        except LayoutError as error:
+            return str(error)
 
     # Tensors.
 
@@ -371,12 +384,14 @@ class Megatron(Format):
         return () if request.options.of(NativeLayout).ep > 1 else (Question.MEMBERS,)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
-        """The checkpoint without an optimizer that is damaged, if the request asks for that.
+        """The checkpoint without an optimizer that is damaged, or with a repaired one, if the request asks for that.
 
         Raises:
-            RequestError: `request.invalid` for a source of another format.
+            RequestError: `request.invalid` for a source of another format; as `repaired`.
+            SourceError: As `repaired`.
         """
-        if request.options.of(MegatronOptions).damaged is not DamagedPolicy.DROP_OPTIMIZER:
+        policy = request.options.of(MegatronOptions).damaged
+        if policy in (None, DamagedPolicy.REFUSE):
             return checkpoint
         if not isinstance(checkpoint.facts, MegatronFacts):
             raise RequestError(
@@ -384,6 +399,9 @@ class Megatron(Format):
                 f"--damaged: for checkpoints of Megatron-core, and {printable(checkpoint.url)} is {checkpoint.format}",
                 fix="leave it out",
             )
+        if policy is DamagedPolicy.REPAIR:
+            facts = checkpoint.facts
+            return repaired(checkpoint, facts, request) if isinstance(facts, SuspectFacts) else checkpoint
         bare = (replace(p, states={}, scalars={}, group=None) for p in checkpoint.parameters)
         return replace(
             checkpoint,
@@ -399,6 +417,11 @@ class Megatron(Format):
         """The directory of the iteration that the tracker names by its number."""
         numbered = name == TRACKER and re.fullmatch(r"\d{1,18}", text) is not None
         return STEP_DIRECTORY.format(int(text)) if numbered else None
+
+    def cautions(self, checkpoint: Checkpoint) -> list[str]:
+        """A note if the arguments of the run say that the optimizer states may be shifted."""
+        said = checkpoint.facts.caution() if isinstance(checkpoint.facts, SuspectFacts) else None
+        return [] if said is None else [said]
 
     def tracked_tag(self, location: Location, listing: Listing) -> str | None:
         """The directory of the iteration in `latest_checkpointed_iteration.txt`, or `release`.
