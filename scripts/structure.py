@@ -150,7 +150,7 @@ AT_MOST = {
     "modules of dcp's reader and metadata": 12,
     "modules outside reshard.cli that import it": 0,
     "modules of the client in circles": 0,
-    "imports inside functions": 60,
+    "imports inside functions": 61,
 }
 AT_LEAST = {"median lines of a module": 180}
 

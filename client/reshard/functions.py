@@ -334,6 +334,7 @@ def _by_service(
 def inspect(
     source: PathLike,
     *,
+    compare: bool = False,
     url: str | None = None,
     token: str | None = None,
     **given: Unpack[SourceKeywords],
@@ -342,6 +343,8 @@ def inspect(
 
     Args:
         source: A directory or URL: a save directory, a tag directory, or a directory of weights.
+        compare: True to read and compare the tensors that must agree, as every conversion does: copies, and masters
+            with weights.
         **given: The options of the source.
         url: URL of a service that reads it, in place of this process.
         token: Token of the service; by default `RESHARD_TOKEN`.
@@ -361,10 +364,14 @@ def inspect(
     """
     place = source if url is None else for_service(source)
     spec = source_of(place, given)
+    if url is not None and compare:
+        raise RequestError(
+            "request.invalid", "compare: a service reads no tensors to inspect", fix="leave url out, near the files"
+        )
     if url is not None:
         with client_of(url, token) as client:
             return client.inspect(spec)
-    return load_engine().inspect(spec).drawn_from(spec)
+    return load_engine().inspect(spec, compare=compare).drawn_from(spec)
 
 
 @takes_keywords(options_of_source())

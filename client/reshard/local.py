@@ -108,8 +108,8 @@ class StateDicts(Protocol):
 class Engine(Protocol):
     """The operations of the engine in this process. All calls are synchronous and raise `ReshardError`s."""
 
-    def inspect(self, source: SourceSpec) -> Inspection:
-        """Describe a checkpoint, from its metadata only."""
+    def inspect(self, source: SourceSpec, *, compare: bool = False) -> Inspection:
+        """Describe a checkpoint, from its metadata only; with `compare`, after comparing what must agree in it."""
         ...
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:

@@ -15,7 +15,7 @@ import random
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -379,8 +379,8 @@ class Training:
         copy = ps.get_data_parallel_rank(with_context_parallel=True)
         return ShardedObject("rng_state", self._random(), (run.pp, run.tp), place, replica_id=copy)
 
-    def save_distributed(self, root: Path, sharding: str) -> None:
-        """Save with `dist_checkpointing.save`, as `--ckpt-format torch_dist` does."""
+    def save_distributed(self, root: Path, sharding: str, *, corrected: bool = False) -> None:
+        """Save with `dist_checkpointing.save`, as `--ckpt-format torch_dist` does; or as a corrected Megatron would."""
         from megatron.core import dist_checkpointing
 
         metadata = {
@@ -393,9 +393,11 @@ class Training:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
         dist.barrier()
+        with _corrected(self.optimizer) if corrected else nullcontext():
+            optimizer = self.optimizer.sharded_state_dict(models, metadata=metadata | ranks)
         state = {
             "args": self._args("torch_dist"), "checkpoint_version": VERSION, "iteration": self.iteration, **models,
-            "optimizer": self.optimizer.sharded_state_dict(models, metadata=metadata | ranks),
+            "optimizer": optimizer,
             "opt_param_scheduler": self.scheduler.state_dict(), "rng_state": self._sharded_random(),
             "num_floating_point_operations_so_far": 12345,
         }  # fmt: skip
@@ -502,6 +504,24 @@ def _wrapper(run: Run) -> Callable[[Any, Any], Any]:
     return Whole if run.dtype == "fp32" else Float16Module  # type: ignore[no-any-return]
 
 
+@contextmanager
+def _corrected(optimizer: Any) -> Iterator[None]:
+    """While it is open, `fully_reshardable` cuts states at offsets without buckets' padding (Megatron-LM#5077)."""
+    held: list[tuple[Any, dict[Any, tuple[int, int, int]]]] = []
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for buffer in one.buffers:
+            held.append((buffer, buffer.param_index_map))
+            shift = [0]
+            for bucket, (begin, end) in zip(buffer.buckets, buffer.bucket_indices, strict=True):
+                shift.append(shift[-1] + end - begin - bucket.numel_unpadded)
+            buffer.param_index_map = {p: (a - shift[b], z - shift[b], b) for p, (a, z, b) in held[-1][1].items()}
+    try:
+        yield
+    finally:
+        for buffer, places in held:
+            buffer.param_index_map = places
+
+
 def _mask(length: int) -> torch.Tensor:
     return torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
 
@@ -534,8 +554,8 @@ def train(
         run: The fields of `Run`.
         out: Directory for the live state: `loaded` or `saved`, each `.safetensors` and `.json`.
         load: Form and directory of a checkpoint: `torch_dist` or `torch`.
-        save: Form and directory of each save; a form is `fully_reshardable`, `dp_reshardable` or `torch`. A plain
-            optimizer is saved as it is.
+        save: Form and directory of each save; a form is `fully_reshardable`, `dp_reshardable`, `torch`, or `corrected`:
+            `fully_reshardable` as Megatron-LM#5077 corrects it. A plain optimizer is saved as it is.
     """
     start_world()
     megatron_cpu.prepare()
@@ -553,6 +573,8 @@ def train(
     for form, place in save or ():
         if form == "torch":
             training.save_legacy(Path(place))
+        elif form == "corrected":
+            training.save_distributed(Path(place), "fully_reshardable", corrected=True)
         else:
             training.save_distributed(Path(place), form)
     after = [training.step(training.iteration + 1) for _ in range(STEPS)]

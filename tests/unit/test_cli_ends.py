@@ -22,7 +22,7 @@ class Engine:
         self.end = end
         self.inspected: list[str] = []
 
-    def inspect(self, source: SourceSpec) -> Any:
+    def inspect(self, source: SourceSpec, *, compare: bool = False) -> Any:
         self.inspected.append(source.url)
         raise self.end
 

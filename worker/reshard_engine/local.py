@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pydantic import ValidationError
 
-from reshard.choices import OpaquePolicy, TargetFormat
+from reshard.choices import OpaquePolicy, ReplicaPolicy, TargetFormat
 from reshard.errors import RequestError, SourceError, printable
 from reshard.local import Finding, StateDicts, install_line
 from reshard.models.jobs import (
@@ -41,12 +41,21 @@ from reshard_engine.storage.protocol import ObjectStore
 class LocalEngine:
     """The engine in this process. See `reshard.local.Engine`."""
 
-    def inspect(self, source: SourceSpec) -> Inspection:
-        """Describe the checkpoint. Foreign objects are listed and never refused, because nothing is written."""
+    def inspect(self, source: SourceSpec, *, compare: bool = False) -> Inspection:
+        """Describe the checkpoint. Foreign objects are listed and never refused, because nothing is written.
+
+        Raises:
+            SourceError: With `compare`, `checkpoint.disagreement`, or what a format knows of the cause.
+        """
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
-        return describe(
-            read_checkpoint(open_location(source.url, source.profile), source.tag, ledger, choices=source), source
-        )
+        place = open_location(source.url, source.profile)
+        checkpoint = read_checkpoint(place, source.tag, ledger, choices=source)
+        if compare:
+            from reshard_engine.execute.checks.source import check_agreements
+
+            check_agreements(checkpoint, ReplicaPolicy.ERROR, lambda: None)
+        found = describe(checkpoint, source)
+        return found.model_copy(update={"compared": len(checkpoint.agreements)}) if compare else found
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
         """List what each file holds, or the files of one tensor (`NAME` or `NAME/STATE`)."""

@@ -56,14 +56,25 @@ from reshard.cli.output import (
     possible_commands,
 )
 from reshard.draw.layout import Picture, render
-from reshard.errors import CODES, ExitCode, JobError, RequestError, ReshardError, counted, format_size, printable
+from reshard.errors import (
+    CODES,
+    ExitCode,
+    JobError,
+    RequestError,
+    ReshardError,
+    SourceError,
+    counted,
+    format_size,
+    printable,
+)
 from reshard.local import Finding, environment, load_engine, machine, service
 from reshard.option import parse_percent
 from reshard.progress import progress_shown
 
 if TYPE_CHECKING:
-    from reshard.models.jobs import CleanReport, ConvertRequest, ConvertResult, PlanSummary, VerifyReport
+    from reshard.models.jobs import CleanReport, ConvertRequest, ConvertResult, Inspection, PlanSummary, VerifyReport
     from reshard.models.reports import Difference, DiffReport, DiffSide
+    from reshard.options import SourceSpec
     from reshard.shared_work import SharedWork
 
 
@@ -120,6 +131,14 @@ def inspect(
         bool,
         typer.Option("--all", help="Also say what SRC cannot become, and why.", rich_help_panel=GENERAL),
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Read what must agree, and compare it: copies, masters and weights.",
+            rich_help_panel=GENERAL,
+        ),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Describe a checkpoint from its metadata; nothing in it is executed. `reshard SRC` is short for this."""
@@ -128,14 +147,16 @@ def inspect(
     if tensor is not None or files or svg is not None or html is not None:
         from reshard.functions import picture  # it loads the models, which `reshard --help` does not need
 
-        flags.spec(source)  # its errors name flags
+        spec = flags.spec(source)  # its errors name flags
+        if compare:
+            _inspected(spec, compare=True, as_json=as_json)
         drawn = picture(source, tensor=tensor, beside=beside, **flags.given())
         _write(drawn, svg, html)
         say(*([drawn.source.model_dump_json()] if as_json else _table_of(drawn)))
         if written := ", ".join(printable(str(path)) for path in (svg, html) if path is not None):
             hint(f"wrote {written}")
         return
-    found = load_engine().inspect(flags.spec(source))
+    found = _inspected(flags.spec(source), compare=compare, as_json=as_json)
     if as_json:
         say(found.model_dump_json())
         return
@@ -147,6 +168,16 @@ def inspect(
         hint(line)
     if (said := followed(source, flags.tag)) is not None:
         hint(said)
+
+
+def _inspected(spec: SourceSpec, *, compare: bool, as_json: bool) -> Inspection:
+    """The description of a checkpoint; the names of all parameters whose tensors do not agree are printed first."""
+    try:
+        return load_engine().inspect(spec, compare=compare)
+    except SourceError as error:
+        if compare and not as_json:
+            say(*map(str, error.details.get("parameters", ())))
+        raise
 
 
 def _table_of(drawn: Picture) -> Iterator[str]:

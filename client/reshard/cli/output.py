@@ -45,6 +45,8 @@ def inspection_lines(
     states = ", ".join(map(printable, found.optimizer_states)) or "none"
     yield f"  optimizer states: {states}; types: {', '.join(found.dtypes)}"
     yield f"  {counted(found.files, 'file')}, {format_size(found.total_bytes)}"
+    if found.compared is not None:
+        yield f"  {counted(found.compared, 'pair')} of tensors compared, all agree"
     yield from _target_lines(found.targets, every=every_target or not commands)
     if found.foreign_globals:
         yield f"  foreign names, never executed: {', '.join(found.foreign_globals)}"

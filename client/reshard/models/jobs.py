@@ -26,6 +26,7 @@ from reshard.options import (
     ConversionOptions,
     Options,
     SourceSpec,
+    is_none,
 )
 from reshard.wire_model import SCHEMA_VERSION, RequestModel, ShownModel, WireModel
 
@@ -236,6 +237,8 @@ class Inspection(ShownModel):
     """Keys of the source's files that no target can hold."""
     targets: tuple[PossibleTarget, ...] = ()
     tensors: tuple[TensorInfo, ...]
+    compared: int | None = Field(default=None, exclude_if=is_none)
+    """Pairs of tensors that must agree, and do: copies, and masters with weights; None if they were not compared."""
 
 
 class CastLoss(WireModel):
