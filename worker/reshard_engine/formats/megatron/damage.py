@@ -131,11 +131,17 @@ class Way:
         self.slices = tuple(slices)
         self._begins = [s.begin for s in slices]
         self._by_name = {s.name: s for s in slices}
+        self._end = max((s.begin + s.numel - s.shift for s in slices), default=0)
 
     @cached_property
     def shifted(self) -> tuple[str, ...]:
         """The parameters whose slices are not their own states."""
         return tuple(s.name for s in self.slices if s.shift)
+
+    def zeros(self, name: str) -> int:
+        """The number of elements of a slice that are zeros, its last ones: they lie past the gathered buffer."""
+        own = self._by_name[name]
+        return min(max(own.begin + own.numel - self._end, 0), own.numel)
 
     def held(self, name: str, is_there: Callable[[str], bool] = lambda _: True) -> list[Held]:
         """Where the elements of a parameter are, in their order.
@@ -386,20 +392,36 @@ def found_ways(checkpoint: Checkpoint, shifts: Shifts) -> list[tuple[ShiftedBuff
     return [(buffer, _found_way(held, buffer)) for buffer in shifts.buffers]
 
 
+def explained_by_shifts(checkpoint: Checkpoint, shifts: Shifts) -> Iterator[str]:
+    """The parameters whose masters a shift explains, as far as a few elements of each show it.
+
+    Raises:
+        SourceError: As `found_ways`.
+    """
+    held = _Parts(checkpoint, shifts.cuts)
+    for buffer, way in found_ways(checkpoint, shifts):
+        for name in () if way is None else way.shifted:
+            if _can_compare(held, name):
+                runs = way.held(name, lambda other: held.has(other, MASTER)) if way is not None else []
+                if way is not None and _fits(held, buffer.ranks, name, way.zeros(name), runs):
+                    yield name
+
+
 def _found_way(held: _Parts, buffer: ShiftedBuffer) -> Way | None:
     alive: list[Way | None] = [None, *buffer.ways]
     numel = {s.name: s.numel for s in buffer.ways[0].slices}
     names = [n for n in sorted(numel, key=numel.__getitem__, reverse=True) if _can_compare(held, n)]
 
-    def explained(way: Way | None, name: str) -> tuple[Held, ...]:
-        whole = (Held(0, numel[name], name),)
-        return whole if way is None else tuple(way.held(name, lambda other: held.has(other, MASTER)))
+    def explained(way: Way | None, name: str) -> tuple[int, tuple[Held, ...]]:
+        if way is None:
+            return 0, (Held(0, numel[name], name),)
+        return way.zeros(name), tuple(way.held(name, lambda other: held.has(other, MASTER)))
 
     for name in names:
         said = [explained(way, name) for way in alive]
         if len({*said}) == 1:
             continue
-        alive = [way for way, runs in zip(alive, said, strict=True) if _fits(held, buffer.ranks, name, runs)]
+        alive = [way for way, one in zip(alive, said, strict=True) if _fits(held, buffer.ranks, name, *one)]
         if not alive:
             raise SourceError(
                 DAMAGED,
@@ -426,8 +448,20 @@ def _can_compare(held: _Parts, name: str) -> bool:
     return weight.dtype.name in _EXACT and master.dtype is FLOAT32
 
 
-def _fits(held: _Parts, ranks: int, name: str, runs: Iterable[Held]) -> bool:
-    """True if a few masters at the begin and in the middle of each run round to the weights of the first rank."""
+def _fits(held: _Parts, ranks: int, name: str, zeros: int, runs: Iterable[Held]) -> bool:
+    """True if a few masters of each run round to the weights of the first rank, and the last ones are zeros.
+
+    Args:
+        held: The tensors of the files.
+        ranks: The tensor-parallel ranks.
+        name: The parameter.
+        zeros: The elements at the end of its slice that must be zeros.
+        runs: Where its masters are.
+    """
+    own = held.local(name, MASTER, 0, ranks)
+    end = held.tensor(own).numel
+    if any(held.read(own, at, min(at + _WINDOW, end)).any() for at in (end - zeros, end - min(zeros, _WINDOW))):
+        return False
     weight = held.local(name, "weight", 0, ranks)
     dtype = held.tensor(weight).dtype
     bits = np.uint32 if dtype is FLOAT32 else np.uint16
@@ -463,11 +497,10 @@ class SuspectFacts(MegatronFacts):
         if self.shifts is None:
             return _NOT_SHIFTED, _OTHERS
         try:
-            ways = found_ways(checkpoint, self.shifts)
+            explained = {*explained_by_shifts(checkpoint, self.shifts)}
         except SourceError:
             return _NOT_SHIFTED, _OTHERS
-        shifted = {name for _, way in ways if way is not None for name in way.shifted}
-        return (_SHIFTED, _REPAIR) if names <= shifted else (_NOT_SHIFTED, _OTHERS)
+        return (_SHIFTED, _REPAIR) if names <= explained else (_NOT_SHIFTED, _OTHERS)
 
     def caution(self) -> str | None:
         """A note for a save whose states may be shifted, found without reading any; None if they cannot be."""
@@ -484,16 +517,32 @@ class SuspectFacts(MegatronFacts):
 class _Lost:
     """Elements of one parameter that are nowhere in the files, as boxes of the whole parameter."""
 
+    rows: int | None
+    """The rows of a vocabulary that hold data; None where all of them do."""
     boxes: list[tuple[tuple[int, int], ...]] = field(default_factory=list[tuple[tuple[int, int], ...]])
+    padding: int = 0
+    """Lost elements of the padding behind a vocabulary."""
+
+    def add(self, box: tuple[tuple[int, int], ...]) -> None:
+        """Add a box of the parameter with its padding."""
+        if self.rows is None:
+            self.boxes.append(box)
+            return
+        (low, high), rest = box[0], box[1:]
+        self.boxes += [((low, min(high, self.rows)), *rest)] if low < self.rows else []
+        self.padding += max(high - max(low, self.rows), 0) * prod(b - a for a, b in rest)
 
     @property
     def count(self) -> int:
+        """Lost elements that are not padding."""
         return sum(prod(high - low for low, high in box) for box in self.boxes)
 
     def __str__(self) -> str:
+        """The boxes, and how many elements of padding there are."""
         listed_ = [f"[{', '.join(f'{low}:{high}' for low, high in box)}]" for box in self.boxes[:_MOST_BOXES]]
         more = len(self.boxes) - _MOST_BOXES
-        return ", ".join(listed_) + (f" and {more} more" if more > 0 else "")
+        boxes = ", ".join(listed_) + (f" and {more} more" if more > 0 else "")
+        return boxes + (f"; and {self.padding} of the padding behind it" if self.padding else "")
 
 
 def repaired(checkpoint: Checkpoint, facts: SuspectFacts, request: ConvertRequest) -> Checkpoint:
@@ -648,13 +697,15 @@ class _Repair:
 
     def lost(self) -> _Lost:
         """What is nowhere in the files."""
-        found = _Lost()
+        data = self._held.parameters[self._name].shape
+        found = _Lost(data[0] if data != self._shape else None)
         for rank, runs in zip(self._ranks, self._runs, strict=True):
             shape = local_grid(self._cut, self._shape, len(self._ranks), rank)
             for run in runs:
                 if run.name is None:
                     for box in _boxes(shape, run.begin, run.begin + run.length):
-                        found.boxes += self._in_whole(box, rank)
+                        for one in self._in_whole(box, rank):
+                            found.add(one)
         return found
 
     def _in_whole(self, box: tuple[tuple[int, int], ...], rank: int) -> Iterator[tuple[tuple[int, int], ...]]:
