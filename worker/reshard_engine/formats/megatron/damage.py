@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from math import lcm, prod
@@ -486,6 +486,11 @@ class SuspectFacts(MegatronFacts):
 
     shifts: Shifts | str | None = None
     """The reason, a part of a sentence, where the arguments do not say the layout; None after a repair."""
+
+    @classmethod
+    def of(cls, facts: MegatronFacts, shifts: Shifts | str) -> SuspectFacts:
+        """The facts with the shifts that are possible."""
+        return cls(**{f.name: getattr(facts, f.name) for f in fields(MegatronFacts)}, shifts=shifts)
 
     def cause(self, checkpoint: Checkpoint, differing: Sequence[Agreement]) -> tuple[str, str] | None:
         """Tell shifted states from others that are not those of the weights."""

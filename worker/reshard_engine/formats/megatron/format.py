@@ -210,7 +210,9 @@ class _Assembly:
         )
         built = replace(built, agreements=(*self._chunks.agreements, *self._buckets.agreements, *built.agreements))
         shifts = self._shifts() if groups is not None else None
-        return built if shifts is None else replace(built, facts=SuspectFacts(self._common, random_states, shifts))
+        if shifts is None or not isinstance(built.facts, MegatronFacts):
+            return built
+        return replace(built, facts=SuspectFacts.of(built.facts, shifts))
 
     def _shifts(self) -> Shifts | str | None:
         """The shifts that the states may have; the reason where nothing says it; None if they have none."""
