@@ -33,9 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "llama_dp1": {"dtype": "bf16", "dp": 1, "layers": 3, "bucket": 6000},
     "llama_dp2": {"dtype": "fp16", "dp": 2, "layers": 3, "bucket": 6000},
     "llama_tp2dp2": {"dtype": "bf16", "tp": 2, "dp": 2, "layers": 3, "bucket": 3000, "vocab": 100},
-    "llama_pp2dp2": {"dtype": "bf16", "pp": 2, "dp": 2, "bucket": 3000},
     "gpt_pp2dp2": {"model": "gpt", "dtype": "bf16", "pp": 2, "dp": 2, "bucket": 3000, "vocab": 90},
-    "llama_pp2vpp2dp2": {"dtype": "bf16", "pp": 2, "vpp": 2, "dp": 2, "bucket": 3000},
     "moe_ep2dp2": {
         "model": "moe", "dtype": "bf16", "ep": 2, "dp": 2, "bucket": 100, "layers": 2, "vocab": 41,
         "more": {"moe_ffn_hidden_size": 25},
