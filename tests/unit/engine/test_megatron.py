@@ -75,6 +75,19 @@ def test_each_expert_is_a_parameter_of_its_own(tmp_path: Path) -> None:
             )
 
 
+def test_layers_that_differ_have_numbers_and_experts_an_axis_of_their_own(tmp_path: Path) -> None:
+    """As a model with `moe_layer_freq` is saved: the first axis counts experts, of which there may be any number."""
+    model = small_model(experts=LAYERS + 2)
+    numbered = {
+        key.replace("decoder.layers.", f"decoder.layers.{at}."): tensor[at] if "layers" in key else tensor
+        for key, tensor in model.items()
+        for at in range(LAYERS)
+    }
+    found = masters(saved(tmp_path, entries(numbered)), tmp_path)
+    name = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
+    assert torch.equal(found[name], model["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1, 3])
+
+
 def test_halves_that_were_saved_apart_are_one_parameter(tmp_path: Path) -> None:
     """`singleton_local_shards`: layers have numbers, and a gated unit is two tensors."""
     whole_fc1 = torch.arange(2 * HIDDEN * HIDDEN, dtype=torch.float32).reshape(2 * HIDDEN, HIDDEN) / 64

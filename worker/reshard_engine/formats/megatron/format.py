@@ -69,6 +69,8 @@ _STATES = "optimizer.state."
 _MASTERS = ("param", "fp32_param")
 _OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 """The key of one object of several: the object's place among them, and how many there are along each axis."""
+_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
+"""The begin of a key that stands for all layers; others have a number there, and may have an axis of experts."""
 _EXTRA_STATE = "._extra_state"
 _OBJECT_REASON = "an object that only Megatron-core reads"
 _BUCKETS_REASON = (
@@ -272,7 +274,7 @@ class _Assembly:
         """The parameters of one entry."""
         layers, shape = self._common.number("num_layers"), stored.shape
         entries = entries_of(key, shape)
-        if key.startswith("decoder.layers.") and entries[0].index and layers not in (None, shape[0]):
+        if _STACKED.match(key) and entries[0].index and layers not in (None, shape[0]):
             raise SourceError(
                 "checkpoint.mixed",
                 f"{printable(key)} has {shape[0]} layers, and the run's arguments say {layers}",
