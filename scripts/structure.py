@@ -142,8 +142,9 @@ def _below(found: list[Module], *packages: str) -> int:
 AT_MOST = {
     # 240; formats of training files: `fsdp_ranks`, `full_state_dict`, `torch_checkpointing`, `megatron`; and what
     # these share: `dtensors`, `numbered`, `rank_optimizer`, `rank_states`. One for states that Megatron-core saved
-    # shifted: their proof and repair (`megatron.damage`).
-    "modules": 262,
+    # shifted: their proof and repair (`megatron.damage`). Two for names of Hugging Face: rules, and a checkpoint under
+    # their names (`megatron.huggingface`).
+    "modules": 264,
     "modules with one importer, in the same package": 25,
     "files in the largest folder": 15,
     "lines of the longest module": 900,

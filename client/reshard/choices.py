@@ -134,12 +134,16 @@ class RngPolicy(StrEnum):
 
 
 class NameScheme(StrEnum):
-    """Naming schemes for the parameters of Megatron-DeepSpeed models."""
+    """Naming schemes for the parameters of models of Megatron-DeepSpeed and Megatron-core."""
 
     MEGATRON_PIPELINE = "megatron-pipeline"
-    """The names of a pipeline module, which are numbered by its layers."""
+    """Megatron-DeepSpeed: the names of a pipeline module, which are numbered by its layers."""
     MEGATRON_PLAIN = "megatron-no-pipeline"
-    """The names of a model that was trained with `--no-pipeline-parallel`."""
+    """Megatron-DeepSpeed: the names of a model that was trained with `--no-pipeline-parallel`."""
+    HUGGING_FACE = "hf"
+    """Megatron-core: the names that the model's class in transformers has."""
+    MEGATRON_CORE = "megatron-core"
+    """The way back: the names of Megatron-core for a model with those of transformers."""
 
 
 class ParamOrder(StrEnum):

@@ -85,6 +85,7 @@ def option_of(info: FieldInfo) -> Option:
 
 _MAX_RULES_BYTES = 1 << 16
 _MAX_ORDER_BYTES = 1 << 26
+_FAMILY = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 
 
 def read_rules(path: Path) -> str:
@@ -104,6 +105,22 @@ def read_args(path: Path) -> str:
     """
     fix = 'name a JSON file such as {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}'
     return _read_text(path, "--megatron-args", _MAX_RULES_BYTES, fix=fix)
+
+
+def read_family(said: str) -> str:
+    """A family of rules by its name, or the text of the file that is named.
+
+    Raises:
+        RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
+    """
+    if _FAMILY.fullmatch(said) or "\n" in said:
+        return said
+    return _read_text(
+        Path(said),
+        "--hf-rules",
+        _MAX_RULES_BYTES,
+        fix="name a family such as llama, or a YAML file: docs/formats/megatron-hf.md",
+    )
 
 
 def read_order(order: str | None) -> str | tuple[str, ...] | None:

@@ -32,7 +32,17 @@ from reshard.choices import (
     WeightDtype,
     ZeroStage,
 )
-from reshard.option import Option, Place, Section, option_of, parse_size, read_args, read_order, read_rules
+from reshard.option import (
+    Option,
+    Place,
+    Section,
+    option_of,
+    parse_size,
+    read_args,
+    read_family,
+    read_order,
+    read_rules,
+)
 from reshard.wire_model import MOST_BYTES, RequestModel
 
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
@@ -423,13 +433,15 @@ class DeepSpeedOptions(NativeLayout):
     names: Annotated[
         NameScheme | None,
         Option(
-            "Names of a model with or without pipeline; default: as in SRC.",
+            "Names of parameters: Megatron-DeepSpeed's with or without pipeline, or for Megatron-core those of Hugging "
+            "Face (hf) and back; default: as in SRC.",
             Section.TARGET,
             4,
             label="Names of parameters",
         ),
     ] = None
-    """Naming scheme for the parameters of Megatron-DeepSpeed's GPT and Llama models; None keeps the source's names."""
+    """Naming scheme for the parameters of models of Megatron-DeepSpeed (GPT, Llama) and Megatron-core; None keeps the
+    source's names."""
     weight_decay_groups: Annotated[
         WeightDecayGroups,
         Option(
@@ -555,6 +567,18 @@ class MegatronOptions(FormatOptions):
         ),
     ] = Field(default=None, max_length=1 << 16)
     """Arguments of Megatron-LM as a JSON object; they are set in what the source says, or stand for it."""
+    hf_rules: Annotated[
+        str | None,
+        Option(
+            "--names hf, megatron-core: architecture, such as llama, or a file of rules; default: what SRC says.",
+            Section.TARGET,
+            10,
+            metavar="NAME|FILE",
+            parse=read_family,
+            label="Architecture of the names",
+        ),
+    ] = Field(default=None, min_length=1, max_length=1 << 16)
+    """A built-in family of names of Hugging Face, such as `llama`, or rules as YAML (docs/formats/megatron-hf.md)."""
 
 
 class WeightsOptions(FormatOptions):

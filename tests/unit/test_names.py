@@ -46,7 +46,7 @@ def test_names_of_the_scheme_stay() -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.weight", "9.weight", "language_model.encoder.layers.x.y", "1.weight"])
-@pytest.mark.parametrize("scheme", list(NameScheme))
+@pytest.mark.parametrize("scheme", [NameScheme.MEGATRON_PIPELINE, NameScheme.MEGATRON_PLAIN])
 def test_other_names_are_refused(name: str, scheme: NameScheme) -> None:
     if scheme is NameScheme.MEGATRON_PLAIN and name.startswith("language_model."):
         return  # whatever is below a language model has no pipeline's name

@@ -1,4 +1,4 @@
-"""Source files for readers: one pinned object, or ranges of one stream; many at once; and JSON within bounds."""
+"""Source files for readers: one pinned object, or ranges of one stream; many at once; JSON and YAML within bounds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 from reshard.errors import SourceError, printable
 from reshard_engine.storage.protocol import ObjectInfo, Store
@@ -147,7 +148,7 @@ def open_all(files: Sequence[SourceFile], parse: Callable[[SourceFile], _Result]
     return found
 
 
-# Parses JSON from checkpoints, within bounds, and refuses JSON that parsers read differently.
+# Parses documents. JSON from checkpoints, within bounds; JSON that parsers read differently is refused. YAML of users.
 
 MAX_STRUCTURE = 2_000_000
 """Largest number of commas and opening brackets: about 250,000 tensors, and 64 bytes of memory each at worst."""
@@ -193,3 +194,32 @@ def parse_json(data: bytes, *, code: str, what: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise SourceError(code, f"{what} is not valid JSON: {printable(str(error))}") from None
     return value
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """A YAML loader without aliases, with which a few lines could expand to gigabytes, and without keys twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node, unless it is an alias."""
+        if self.check_event(yaml.AliasEvent):  # pyright: ignore[reportUnknownMemberType]  # the package has no types
+            raise yaml.YAMLError("aliases are not read here")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 - the package's signature
+        """A mapping of distinct keys."""
+        found = super().construct_mapping(node, deep=deep)
+        if len(found) != len(node.value):
+            raise yaml.YAMLError("a mapping has a key twice")
+        return found
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse a YAML document that a user wrote.
+
+    Raises:
+        ValueError: It is none, or has aliases, or a key twice; the text is the reason, in one line.
+    """
+    try:
+        return yaml.load(text, Loader=_YamlLoader)  # noqa: S506 - a safe loader
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None

@@ -24,7 +24,7 @@ from reshard_engine.plan.model import WriteItem
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS, Body
 from reshard_engine.tensors.shard_map import Piece, Pieces, ShardMap, Strides
-from reshard_engine.tensors.views import LoraBias, LoraMerge, Mean, Merged, NewRows, Spliced, View
+from reshard_engine.tensors.views import LoraBias, LoraMerge, Mean, Merged, NewRows, Spliced, Transposed, View
 
 # The request to a reader of tensors.
 
@@ -409,12 +409,14 @@ def _rounded(values: npt.NDArray[np.floating], dtype: Dtype, kernel: CastKernel)
     return data if values.dtype == np.float64 or dtype is FLOAT32 else kernel.cast(data, FLOAT32, dtype)
 
 
-# Elements that no file holds (means, and weights with a merged adapter), which are computed in blocks.
+# Elements that no file holds as they are (means, transposes, and weights with a merged adapter), computed in blocks.
 
 _MATRICES = 3
 """Number of an adapter's factors that are kept in memory: those of one weight."""
 MEAN_ELEMS = 1 << 18
 """Number of elements of a mean that are computed at once."""
+TRANSPOSED_BYTES = READ_BATCH_BYTES
+"""Bytes of a transpose that are made at once, and bytes of its base that are read for them at once."""
 Block = tuple[int, ByteArray]
 """The number of the block's first element, and its elements in the tensor's own type."""
 
@@ -437,11 +439,13 @@ class ComputedElements:
         self._elements = elements
         self._matrices: dict[int, Matrix] = {}
 
-    def blocks(self, item: ReadItem, origin: Mean | Merged) -> Iterator[Block]:
+    def blocks(self, item: ReadItem, origin: Mean | Transposed | Merged) -> Iterator[Block]:
         """The elements of an item, a block at a time."""
         match origin:
             case Mean():
                 return self._mean(item, origin)
+            case Transposed():
+                return self._transposed(item, origin)
             case LoraMerge():
                 return self._merged(item, origin)
             case LoraBias() | NewRows():
@@ -456,6 +460,25 @@ class ComputedElements:
             copies = (self._elements(c, own, low, high, counted=item.counted) for c in mean.copies)
             data = mean_of(copies, own, self._kernel)
             yield low, data if dtype is own else self._kernel.cast(data, own, dtype)
+
+    def _transposed(self, item: ReadItem, turned: Transposed) -> Iterator[Block]:
+        """The elements of a transpose, by blocks of rows. For each block all of the base is read, by its own rows."""
+        stored = self._map.tensors[turned.base]
+        length, columns = stored.shape
+        size = stored.dtype.itemsize_bytes
+        step = max(1, TRANSPOSED_BYTES // (length * size))
+        rows = max(1, TRANSPOSED_BYTES // (columns * size))
+        end = -(-item.end // length)
+        for first in range(item.begin // length, end, step):
+            last = min(first + step, end)
+            block = np.empty((last - first, length, size), dtype=np.uint8)
+            for begin in range(0, length, rows):
+                stop = min(begin + rows, length)
+                data = self._elements(turned.base, stored.dtype, begin * columns, stop * columns, counted=item.counted)
+                block[:, begin:stop] = data.reshape(stop - begin, columns, size)[:, first:last].swapaxes(0, 1)
+            low, high = max(first * length, item.begin), min(last * length, item.end)
+            flat = block.reshape(-1)
+            yield low, flat[(low - first * length) * size : (high - first * length) * size]
 
     def _merged(self, item: ReadItem, merge: LoraMerge) -> Iterator[Block]:
         """The elements of a merged weight, by blocks of rows."""
@@ -581,7 +604,7 @@ class TensorReader:
                 return self._extents_of(item, memory)
             case Spliced():
                 return self._extents_of_spliced(item, origin, memory)
-            case Mean() | LoraMerge() | LoraBias() | NewRows():
+            case Mean() | Transposed() | LoraMerge() | LoraBias() | NewRows():
                 self._compute(item, origin, memory)
             case _:
                 assert_never(origin)
@@ -601,7 +624,7 @@ class TensorReader:
             found += self._extents_of_derived(one, memory) if derived else self._extents_of(one, memory)
         return found
 
-    def _compute(self, item: ReadItem, origin: Mean | Merged, memory: ByteArray) -> None:
+    def _compute(self, item: ReadItem, origin: Mean | Transposed | Merged, memory: ByteArray) -> None:
         kind, size = self._kind(item), item.dtype.itemsize_bytes
         for low, data in self._computed.blocks(item, origin):
             at = item.at + (low - item.begin) * size

@@ -174,6 +174,10 @@ class Format:
         """Flags by which a user may say that files are of this format, whose names it does not know; empty for none."""
         return ""
 
+    def reads_model_files(self, request: ConvertRequest) -> bool:
+        """True if this format takes facts from a model's configuration, whether or not it lies beside the target."""
+        return False
+
     def writer(self, target: str) -> Writer:
         """The writer of one of `targets`. It is imported here, so that a command does not wait for the other writers.
 

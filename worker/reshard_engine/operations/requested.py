@@ -95,7 +95,8 @@ def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         lost = None if whole else left_out(checkpoint)
         said += [] if lost is None else [lost]
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *said)) if said else checkpoint
-    if request.model_files is not None and not written.takes_model_files:
+    taken = written.takes_model_files or any(known.reads_model_files(request) for known in formats())
+    if request.model_files is not None and not taken:
         raise RequestError(
             "request.invalid",
             f"model files lie beside weights, not in {request.to}",

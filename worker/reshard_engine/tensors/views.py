@@ -261,9 +261,17 @@ class Spliced:
                 yield low, Splice(high - low, one.tensor, one.source + low - (last - one.length))
 
 
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """The transpose of a matrix: a view of single elements would have more runs than elements of any use."""
+
+    base: int
+    """`[columns, rows]`, of the same element type."""
+
+
 Merged = LoraMerge | LoraBias | NewRows
 """Weights and biases with a merged adapter."""
-Derived = View | Mean | Merged | Spliced
+Derived = View | Mean | Transposed | Merged | Spliced
 """Tensors without bytes of their own in files. A view refers to stored and computed tensors, never to views."""
 Origin = Stored | Derived
 STORED = Stored()

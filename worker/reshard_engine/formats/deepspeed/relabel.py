@@ -189,6 +189,9 @@ def _list_of(cut: Cut) -> str:
 
 # The checkpoint with the names and the rules of a request.
 
+_SCHEMES = (NameScheme.MEGATRON_PIPELINE, NameScheme.MEGATRON_PLAIN)
+"""The schemes of Megatron-DeepSpeed; other ones are Megatron-core's."""
+
 _OF_ONE_SCHEME = (PARAM_SHAPES, FROZEN_SHAPES, FROZEN_FRAGMENTS, "shared_params", "buffer_names")
 
 
@@ -199,11 +202,12 @@ def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         RequestError: `request.unsatisfiable` for names that the map does not know.
     """
     options = request.options.deepspeed
+    names = options.names if options.names in _SCHEMES else None
     if request.to in (TargetFormat.ZERO, TargetFormat.UNIVERSAL):
         checkpoint = checkpoint.as_in_the_run()
-    if options.names is not None:
-        checkpoint = _renamed(checkpoint, options.names)
-    if not checkpoint.parameters or (options.names is None and options.rules is None and options.family is None):
+    if names is not None:
+        checkpoint = _renamed(checkpoint, names)
+    if not checkpoint.parameters or (names is None and options.rules is None and options.family is None):
         return checkpoint
     facts = facts_of(checkpoint)
     info = node_of(info_of(checkpoint.parameters, vocab_rows=facts.vocab_rows))

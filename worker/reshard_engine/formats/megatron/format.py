@@ -19,7 +19,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from reshard.choices import DamagedPolicy
+from reshard.choices import DamagedPolicy, NameScheme
 from reshard.errors import RequestError, ReshardError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import MegatronOptions, NativeLayout
@@ -41,6 +41,7 @@ from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, i
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import SCALER, CommonState, ReadGroups, only_one, read_groups
 from reshard_engine.formats.megatron.damage import SHARDING, Shifts, SuspectFacts, possible_shifts, repaired
+from reshard_engine.formats.megatron.huggingface.renaming import check_request, renamed
 from reshard_engine.formats.megatron.legacy import LegacyReader, holds_ranks
 from reshard_engine.formats.megatron.model import (
     COMMON,
@@ -387,13 +388,26 @@ class Megatron(Format):
         """The members of param groups, unless experts get groups of their own: a run makes its groups anew."""
         return () if request.options.of(NativeLayout).ep > 1 else (Question.MEMBERS,)
 
+    def reads_model_files(self, request: ConvertRequest) -> bool:
+        """True if heads are to be counted: `--names` takes their number from `config.json`."""
+        return request.options.deepspeed.names in (NameScheme.HUGGING_FACE, NameScheme.MEGATRON_CORE)
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse rules for names that no name asks for, and rules that are none."""
+        check_request(request)
+
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
-        """The checkpoint without an optimizer that is damaged, or with a repaired one, if the request asks for that.
+        """The checkpoint without a damaged optimizer, or with a repaired one, and under the names that the request says.
 
         Raises:
-            RequestError: `request.invalid` for a source of another format; as `repaired`.
+            RequestError: `request.invalid` for a source of another format, `request.unsatisfiable` for names that no
+                rule explains; as `repaired`.
             SourceError: As `repaired`.
         """
+        return renamed(self._without_damage(checkpoint, request), request)
+
+    @staticmethod
+    def _without_damage(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         policy = request.options.of(MegatronOptions).damaged
         if policy in (None, DamagedPolicy.REFUSE):
             return checkpoint

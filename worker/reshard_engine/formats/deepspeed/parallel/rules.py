@@ -16,11 +16,11 @@ from math import gcd, prod
 from typing import Any, cast
 
 import re2
-import yaml
 
 from reshard.errors import RequestError, SourceError, printable
 from reshard.options import DeepSpeedOptions
 from reshard_engine.checkpoint import Parameter
+from reshard_engine.containers.source_file import parse_yaml
 from reshard_engine.tensors.cuts import Cut, CutError
 
 # Patterns of parameter names, from checkpoints and from users: matched in linear time, or refused.
@@ -535,16 +535,6 @@ KNOWN = frozenset(
 )
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader without aliases, with which a few lines could expand to gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node, unless it is an alias."""
-        if self.check_event(yaml.AliasEvent):  # pyright: ignore[reportUnknownMemberType]  # the package has no types
-            raise yaml.YAMLError("aliases are not read here")
-        return super().compose_node(parent, index)
-
-
 def parse_rules(text: str) -> dict[str, Any]:
     """The rules in a document.
 
@@ -552,9 +542,9 @@ def parse_rules(text: str) -> dict[str, Any]:
         RequestError: `request.invalid` if it is not a mapping of known keys.
     """
     try:
-        found = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = printable(" ".join(str(error).split()), max_chars=200)
+        found = parse_yaml(text)
+    except ValueError as error:
+        reason = printable(str(error), max_chars=200)
         raise RequestError(
             "request.invalid",
             f"--rules: not a YAML document of this kind: {reason}",

@@ -1,0 +1,1 @@
+"""Names of Hugging Face for checkpoints of Megatron-core, and the way back: rules as data, views, `config.json`."""
