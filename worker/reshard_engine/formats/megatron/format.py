@@ -41,7 +41,8 @@ from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, i
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import SCALER, CommonState, ReadGroups, only_one, read_groups
 from reshard_engine.formats.megatron.damage import SHARDING, Shifts, SuspectFacts, possible_shifts, repaired
-from reshard_engine.formats.megatron.huggingface.renaming import check_request, renamed
+from reshard_engine.formats.megatron.huggingface.renaming import renamed
+from reshard_engine.formats.megatron.huggingface.rules import requested_family
 from reshard_engine.formats.megatron.legacy import LegacyReader, holds_ranks
 from reshard_engine.formats.megatron.model import (
     COMMON,
@@ -77,6 +78,7 @@ _OBJECT_REASON = "an object that only Megatron-core reads"
 _BUCKETS_REASON = (
     "its optimizer is in buckets of data-parallel ranks (dp_reshardable), which hold no names of parameters"
 )
+_NAMES = (NameScheme.HUGGING_FACE, NameScheme.MEGATRON_CORE)
 _OLD_TYPES = ("dp_zero_gather_scatter", "fully_sharded_model_space")
 _OLD_OBJECTS = ".param_state/shard_"
 _WEIGHTS_ALONE = (
@@ -390,14 +392,27 @@ class Megatron(Format):
 
     def reads_model_files(self, request: ConvertRequest) -> bool:
         """True if heads are to be counted: `--names` takes their number from `config.json`."""
-        return request.options.deepspeed.names in (NameScheme.HUGGING_FACE, NameScheme.MEGATRON_CORE)
+        return request.options.deepspeed.names in _NAMES
 
     def check_request(self, request: ConvertRequest) -> None:
-        """Refuse rules for names that no name asks for, and rules that are none."""
-        check_request(request)
+        """Refuse rules for names that no name asks for, and rules that are none.
+
+        Raises:
+            RequestError: `request.invalid`.
+        """
+        said, names = request.options.of(MegatronOptions).hf_rules, request.options.deepspeed.names
+        if names is NameScheme.HUGGING_FACE and request.to in self.targets:
+            text = f"--to {request.to} writes the names of Megatron-core, not those of Hugging Face"
+            raise RequestError("request.invalid", text, fix="leave --names out, or --names megatron-core")
+        if said is None:
+            return
+        if names not in _NAMES:
+            text = "--hf-rules says how --names hf and --names megatron-core rename"
+            raise RequestError("request.invalid", text, fix="add --names hf")
+        requested_family(said)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
-        """The checkpoint without a damaged optimizer, or with a repaired one, and under the names that the request says.
+        """The checkpoint with a damaged optimizer left out or repaired, and under the names that the request says.
 
         Raises:
             RequestError: `request.invalid` for a source of another format, `request.unsatisfiable` for names that no

@@ -60,22 +60,6 @@ _RULES = "--hf-rules NAME, one of {}, or a file of rules (docs/formats/megatron-
 _OF_FILES = "--model-files DIR names the directory with the config.json of the model"
 
 
-def check_request(request: ConvertRequest) -> None:
-    """Refuse rules that are not read, and rules without names.
-
-    Raises:
-        RequestError: `request.invalid`.
-    """
-    said, names = request.options.of(MegatronOptions).hf_rules, request.options.deepspeed.names
-    if said is None:
-        return
-    if names not in (NameScheme.HUGGING_FACE, NameScheme.MEGATRON_CORE):
-        raise RequestError(
-            "request.invalid", "--hf-rules says how --names hf and --names megatron-core rename", fix="add --names hf"
-        )
-    requested_family(said)
-
-
 def renamed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     """The checkpoint under the names of `--names hf` or `--names megatron-core`; as it is without them.
 
