@@ -53,10 +53,12 @@ def saved(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Any:
         def train(folder: Path) -> list[object]:
             saves = [["fully_reshardable", str(folder / "damaged")], ["corrected", str(folder / "right")]]
             world = run.get("tp", 1) * run.get("pp", 1) * run["dp"]
-            worlds.run("oracle.megatron_train:train", world=world, run=run, out=str(folder), save=saves)
-            return []
+            found = worlds.run("oracle.megatron_train:train", world=world, run=run, out=str(folder), save=saves)
+            return list(found[0]["after"])
 
-        return made_once(tmp_path_factory, f"megatron-damage-{name}", train)[0]
+        folder, after = made_once(tmp_path_factory, f"megatron-damage-{name}", train)
+        (folder / "after.json").write_text(json.dumps(after))
+        return folder
 
     return of
 
@@ -170,6 +172,29 @@ def test_the_same_training_saved_by_a_corrected_megatron_is_taken_as_it_is(
         assert judged(result, read(target), truth)[1] == 0
     assert any("no states are shifted" in w for w in asked.warnings)
     assert not any("shifted" in w for w in taken.warnings)
+
+
+def test_a_run_goes_on_from_repaired_states(saved: Any, worlds: Worlds, tmp_path: Path) -> None:
+    """Real Megatron-core loads them as they were but for what was lost; from the damaged save its losses drift."""
+    name = "llama_dp2"
+    folder, run = saved(name), RUNS[name]
+    target = tmp_path / "run" / "iter_0000003"
+    chosen: dict[str, Any] = {"damaged": "repair", "missing_moments": "zero"}
+    result = reshard.convert(folder / "damaged", target, to="megatron", progress=False, **chosen)
+    losses: dict[str, list[float]] = {}
+    for kind, place in (("repaired", target), ("damaged", folder / "damaged" / "iter_0000003")):
+        out = tmp_path / kind
+        load = ["torch_dist", str(place)]
+        losses[kind] = worlds.run("oracle.megatron_train:train", world=2, run=run, out=str(out), load=load)[0]["after"]
+    loaded = load_file(tmp_path / "repaired" / "loaded.safetensors")
+    truth = load_file(folder / "saved.safetensors")
+    differing = sum(int((loaded[k] != v).sum()) for k, v in truth.items())
+    assert differing <= 3 * judged(result, truth_of(tmp_path / "repaired" / "loaded.safetensors"),
+                                   truth_of(folder / "saved.safetensors"))[1]  # fmt: skip
+    wanted = json.loads((folder / "after.json").read_text())
+    drift = {kind: abs(found[1] - wanted[1]) for kind, found in losses.items()}
+    assert losses["repaired"][0] == losses["damaged"][0] == wanted[0]
+    assert drift["repaired"] < drift["damaged"] / 10, (losses, wanted)
 
 
 # The frozen case, whose damage was written down element by element.

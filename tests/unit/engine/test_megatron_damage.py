@@ -223,6 +223,13 @@ def test_lost_moments_are_zeros_only_if_the_request_says_so(missing: str | None,
     assert (error.code, "--missing-moments zero" in (error.fix or "")) == ("request.unsatisfiable", True)
 
 
+def test_renamed_checkpoints_are_told_the_same(tmp_path: Path) -> None:
+    source = replace(RUN, said={"num_attention_heads": 10, "num_query_groups": 10}).save(tmp_path / "run")
+    with pytest.raises(SourceError) as caught:
+        reshard.convert(source, tmp_path / "hf", to="safetensors", names="hf", hf_rules="llama", progress=False)
+    assert "--damaged repair" in (caught.value.fix or "")
+
+
 def test_states_that_were_saved_in_buckets_are_not_touched(tmp_path: Path) -> None:
     run = MegatronRun(bucket=300)
     source = run.save_torch_dist(tmp_path / "run")

@@ -33,7 +33,7 @@ from reshard.choices import TargetFormat
 from reshard.dcp_options import DcpOptions, MissingMoments
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
-from reshard_engine.checkpoint import Agreement, Checkpoint
+from reshard_engine.checkpoint import Agreement, Checkpoint, Parameter
 from reshard_engine.formats.megatron.buckets import Fit, SavedWeight
 from reshard_engine.formats.megatron.buffers import (
     BUCKET_ALIGNMENT,
@@ -277,10 +277,10 @@ def _units(common: CommonState, ranks: int | None) -> tuple[int, ...]:
 class _Parts:
     """The parts of tensor-parallel ranks of what the files hold, and new tensors beside those of the checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, cuts: Mapping[str, Cut]) -> None:
+    def __init__(self, checkpoint: Checkpoint, saved: Sequence[Parameter], cuts: Mapping[str, Cut]) -> None:
         self.checkpoint, self.cuts = checkpoint, cuts
         self._map = checkpoint.shard_map
-        self.parameters = {p.fqn: p for p in checkpoint.parameters}
+        self.parameters = {p.fqn: p for p in saved}
         self.added: list[tuple[LogicalTensor, Derived]] = []
         self._derived: dict[int, object] = {**self._map.derived}
         self._whole: dict[tuple[str, str], int] = {}
@@ -380,7 +380,7 @@ def _rounded(masters: npt.NDArray[np.uint8], dtype: Dtype) -> npt.NDArray[Any]:
 # The layout that a save had.
 
 
-def found_ways(checkpoint: Checkpoint, shifts: Shifts) -> list[tuple[ShiftedBuffer, Way | None]]:
+def _found_ways(held: _Parts, shifts: Shifts) -> list[tuple[ShiftedBuffer, Way | None]]:
     """The layout of each buffer by which its masters round to its weights; None for one whose states are not shifted.
 
     A few elements are read. What they decide is not proven: every master of the repaired states is compared later.
@@ -388,18 +388,16 @@ def found_ways(checkpoint: Checkpoint, shifts: Shifts) -> list[tuple[ShiftedBuff
     Raises:
         SourceError: `checkpoint.damaged` where no layout explains the masters, or several do.
     """
-    held = _Parts(checkpoint, shifts.cuts)
     return [(buffer, _found_way(held, buffer)) for buffer in shifts.buffers]
 
 
-def explained_by_shifts(checkpoint: Checkpoint, shifts: Shifts) -> Iterator[str]:
+def _explained_by_shifts(held: _Parts, shifts: Shifts) -> Iterator[str]:
     """The parameters whose masters a shift explains, as far as a few elements of each show it.
 
     Raises:
-        SourceError: As `found_ways`.
+        SourceError: As `_found_ways`.
     """
-    held = _Parts(checkpoint, shifts.cuts)
-    for buffer, way in found_ways(checkpoint, shifts):
+    for buffer, way in _found_ways(held, shifts):
         for name in () if way is None else way.shifted:
             if _can_compare(held, name):
                 runs = way.held(name, lambda other: held.has(other, MASTER)) if way is not None else []
@@ -486,11 +484,13 @@ class SuspectFacts(MegatronFacts):
 
     shifts: Shifts | str | None = None
     """The reason, a part of a sentence, where the arguments do not say the layout; None after a repair."""
+    saved: tuple[Parameter, ...] = ()
+    """The parameters under the names of the files: a checkpoint may be renamed when its tensors are compared."""
 
     @classmethod
-    def of(cls, facts: MegatronFacts, shifts: Shifts | str) -> SuspectFacts:
+    def of(cls, facts: MegatronFacts, shifts: Shifts | str, saved: tuple[Parameter, ...]) -> SuspectFacts:
         """The facts with the shifts that are possible."""
-        return cls(**{f.name: getattr(facts, f.name) for f in fields(MegatronFacts)}, shifts=shifts)
+        return cls(**{f.name: getattr(facts, f.name) for f in fields(MegatronFacts)}, shifts=shifts, saved=saved)
 
     def cause(self, checkpoint: Checkpoint, differing: Sequence[Agreement]) -> tuple[str, str] | None:
         """Tell shifted states from others that are not those of the weights."""
@@ -502,7 +502,7 @@ class SuspectFacts(MegatronFacts):
         if self.shifts is None:
             return _NOT_SHIFTED, _OTHERS
         try:
-            explained = {*explained_by_shifts(checkpoint, self.shifts)}
+            explained = {*_explained_by_shifts(_Parts(checkpoint, self.saved, self.shifts.cuts), self.shifts)}
         except SourceError:
             return _NOT_SHIFTED, _OTHERS
         return (_SHIFTED, _REPAIR) if names <= explained else (_NOT_SHIFTED, _OTHERS)
@@ -563,11 +563,11 @@ def repaired(checkpoint: Checkpoint, facts: SuspectFacts, request: ConvertReques
         return checkpoint
     if isinstance(facts.shifts, str):
         raise SourceError(DAMAGED, f"the buffers of the run are not known: {facts.shifts}", fix=_DROP)
-    held = _Parts(checkpoint, facts.shifts.cuts)
+    held = _Parts(checkpoint, facts.saved, facts.shifts.cuts)
     made: dict[str, dict[str, int]] = {}
     padding: dict[str, dict[str, int]] = {}
     lost: dict[str, _Lost] = {}
-    for buffer, way in found_ways(checkpoint, facts.shifts):
+    for buffer, way in _found_ways(held, facts.shifts):
         for name in () if way is None else way.shifted:
             if way is None or name not in held.parameters:
                 continue

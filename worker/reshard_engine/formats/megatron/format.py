@@ -217,7 +217,7 @@ class _Assembly:
         shifts = self._shifts() if groups is not None else None
         if shifts is None or not isinstance(built.facts, MegatronFacts):
             return built
-        return replace(built, facts=SuspectFacts.of(built.facts, shifts))
+        return replace(built, facts=SuspectFacts.of(built.facts, shifts, built.parameters))
 
     def _shifts(self) -> Shifts | str | None:
         """The shifts that the states may have; the reason where nothing says it; None if they have none."""
