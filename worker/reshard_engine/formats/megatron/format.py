@@ -367,11 +367,20 @@ class Megatron(Format):
         return TorchDistWriter()
 
     def check_request(self, request: ConvertRequest) -> None:
-        """Refuse options of this format's target where another one is written."""
-        given = {*request.options.of(MegatronOptions).given()} - {"damaged"}
+        """Refuse options of this format's target where another one is written, and rules for names that are none."""
+        given = {*request.options.of(MegatronOptions).given()} - {"damaged", "hf_rules"}
         if given and request.to not in self.targets:
             flags = listed([f"--{name.replace('_', '-')}" for name in sorted(given)])
             raise RequestError("request.invalid", f"{flags}: for --to megatron", fix="--to megatron")
+        said, names = request.options.of(MegatronOptions).hf_rules, request.options.deepspeed.names
+        if names is NameScheme.HUGGING_FACE and request.to in self.targets:
+            text = f"--to {request.to} writes the names of Megatron-core, not those of Hugging Face"
+            raise RequestError("request.invalid", text, fix="leave --names out, or --names megatron-core")
+        if said is not None and names not in _NAMES:
+            text = "--hf-rules says how --names hf and --names megatron-core rename"
+            raise RequestError("request.invalid", text, fix="add --names hf")
+        if said is not None:
+            requested_family(said)
 
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if the description names Megatron's backend: other programs write a `metadata.json` as well."""
@@ -393,23 +402,6 @@ class Megatron(Format):
     def reads_model_files(self, request: ConvertRequest) -> bool:
         """True if heads are to be counted: `--names` takes their number from `config.json`."""
         return request.options.deepspeed.names in _NAMES
-
-    def check_request(self, request: ConvertRequest) -> None:
-        """Refuse rules for names that no name asks for, and rules that are none.
-
-        Raises:
-            RequestError: `request.invalid`.
-        """
-        said, names = request.options.of(MegatronOptions).hf_rules, request.options.deepspeed.names
-        if names is NameScheme.HUGGING_FACE and request.to in self.targets:
-            text = f"--to {request.to} writes the names of Megatron-core, not those of Hugging Face"
-            raise RequestError("request.invalid", text, fix="leave --names out, or --names megatron-core")
-        if said is None:
-            return
-        if names not in _NAMES:
-            text = "--hf-rules says how --names hf and --names megatron-core rename"
-            raise RequestError("request.invalid", text, fix="add --names hf")
-        requested_family(said)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint with a damaged optimizer left out or repaired, and under the names that the request says.
