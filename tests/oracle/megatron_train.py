@@ -483,6 +483,9 @@ def _wrapper(run: Run) -> Callable[[Any, Any], Any]:
             super().__init__(config)
             self.module = module
 
+        def shared_embedding_or_output_weight(self) -> Any:
+            return self.module.shared_embedding_or_output_weight()
+
         def set_input_tensor(self, tensor: Any) -> Any:
             return self.module.set_input_tensor(tensor)
 
