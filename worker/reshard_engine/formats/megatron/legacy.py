@@ -41,7 +41,7 @@ from reshard_engine.formats.megatron.buffers import LayoutError, Member, Slot, s
 from reshard_engine.formats.megatron.common import SCALER, CommonState, members_said, read_groups, steps_in
 from reshard_engine.formats.megatron.model import RANDOM, ModelBuilder, extra_states
 from reshard_engine.formats.megatron.names import BUFFERS, EXPERT, KeyRules, entries_of
-from reshard_engine.formats.megatron.placement import OUTPUT_LAYER, WORD_EMBEDDINGS, Run, cut_of, model_order
+from reshard_engine.formats.megatron.placement import OUTPUT_LAYER, WORD_EMBEDDINGS, Rank, Run, cut_of, model_order
 from reshard_engine.formats.model_weights import checked_state
 from reshard_engine.pickles.nodes import (
     Global,
@@ -61,6 +61,8 @@ from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder, is_packed
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+LEGACY = "megatron-torch"
+"""The name of this form, for people."""
 RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 _LAYER_WISE = re.compile(r"layer_wise_optimizer_\d+\.pt")
 _MODEL = re.compile(r"model(\d{0,3})")
@@ -80,21 +82,6 @@ _LISTED_AT_ONCE = 16
 _NUMBERS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Rank:
-    """A model-parallel rank."""
-
-    stage: int
-    expert: int
-    tensor: int
-
-    def directory(self, run: Run) -> str:
-        """Its directory."""
-        stage = f"_{self.stage:03d}" if run.pipeline > 1 else ""
-        expert = f"_{self.expert:03d}" if run.experts > 1 else ""
-        return f"mp_rank_{self.tensor:02d}{stage}{expert}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     """A weight of one rank."""
@@ -110,7 +97,7 @@ class _Held:
 class _File:
     """The file that one rank saved."""
 
-    rank: _Rank
+    rank: Rank
     parsed: TorchFile
     common: CommonState
     """All of the file's entries, and the arguments of the run."""
@@ -203,8 +190,8 @@ class _Assembly:
             first.common.args,
         )
         self._model = ModelBuilder(self._builder, self._common)
-        self._parts: dict[tuple[str, str], dict[_Rank, int]] = {}
-        self._copies: dict[tuple[str, str], dict[_Rank, int]] = {}
+        self._parts: dict[tuple[str, str], dict[Rank, int]] = {}
+        self._copies: dict[tuple[str, str], dict[Rank, int]] = {}
         """Those of the copy of an embedding that the last stage holds."""
 
     # Files.
@@ -266,22 +253,14 @@ class _Assembly:
     def _unsupported(self, text: str) -> SourceError:
         return SourceError("source.unsupported", f"{printable(self._url)}: {text}", fix=_TOOLS)
 
-    def _ranks_of(self, names: Sequence[str]) -> dict[_Rank, str]:
+    def _ranks_of(self, names: Sequence[str]) -> dict[Rank, str]:
         """The directory of each rank.
 
         Raises:
             SourceError: `checkpoint.incomplete` for ranks without one, `checkpoint.mixed` for directories of others.
         """
         run = self._run
-        ranks = {
-            rank: rank.directory(run)
-            for rank in (
-                _Rank(stage, expert, tensor)
-                for stage in range(run.pipeline)
-                for expert in range(run.experts)
-                for tensor in range(run.tensor)
-            )
-        }
+        ranks = {rank: rank.directory(run) for rank in run.ranks()}
         said = f"the arguments of the run say {run.tensor} tensor-parallel ranks, {counted(run.pipeline, 'stage')}" + (
             f" and {run.experts} expert-parallel ranks" if run.experts > 1 else ""
         )
@@ -436,7 +415,7 @@ class _Assembly:
                 )
                 self._keep(held, "weight", file.rank, number)
 
-    def _keep(self, held: _Held, state: str, rank: _Rank, number: int) -> None:
+    def _keep(self, held: _Held, state: str, rank: Rank, number: int) -> None:
         places = self._copies if held.shared_copy else self._parts
         known = places.setdefault((held.name, state), {})
         if known.setdefault(rank, number) != number:
@@ -467,7 +446,7 @@ class _Assembly:
             for file in self._ranks:
                 yield from ((h.name, "weight") for h in file.chunks[chunk] if not h.shared_copy)
 
-    def _join_one(self, name: str, state: str, cut: Cut, parts: Mapping[_Rank, int]) -> int:
+    def _join_one(self, name: str, state: str, cut: Cut, parts: Mapping[Rank, int]) -> int:
         rows = self._rows(name, parts)
         where = [self._where(state, rank) for rank in rows[0]]
         number = self._model.add_parts(name, state, cut, [*rows[0].values()], where)
@@ -476,23 +455,23 @@ class _Assembly:
                 self._model.agree(name, state, first, copy, self._where(state, rank))
         return number
 
-    def _whole_rows(self, name: str, state: str, cut: Cut, parts: Mapping[_Rank, int]) -> list[int]:
+    def _whole_rows(self, name: str, state: str, cut: Cut, parts: Mapping[Rank, int]) -> list[int]:
         """A copy as one tensor for each expert-parallel rank that holds it."""
         return [
             self._model.whole(name, state, cut, [*row.values()], [self._where(state, rank) for rank in row])
             for row in self._rows(name, parts)
         ]
 
-    def _where(self, state: str, rank: _Rank) -> str:
+    def _where(self, state: str, rank: Rank) -> str:
         return f"{rank.directory(self._run)}/{MODEL_FILE if state == 'weight' else OPTIMIZER_FILE}"
 
-    def _rows(self, name: str, parts: Mapping[_Rank, int]) -> list[dict[_Rank, int]]:
+    def _rows(self, name: str, parts: Mapping[Rank, int]) -> list[dict[Rank, int]]:
         """The parts by expert-parallel rank, each of all tensor-parallel ones.
 
         Raises:
             SourceError: `checkpoint.incomplete` for a parameter that some of them lack.
         """
-        rows: dict[tuple[int, int], dict[_Rank, int]] = {}
+        rows: dict[tuple[int, int], dict[Rank, int]] = {}
         for rank in sorted(parts):
             rows.setdefault((rank.stage, rank.expert), {})[rank] = parts[rank]
         lacking = next((row for row in rows.values() if len(row) != self._run.tensor), None)
@@ -511,7 +490,7 @@ class _Assembly:
         """Register all states of the optimizer; False without an optimizer, or if its states are not read."""
         if self._unread is not None or not any("optimizer" in f.items for f in self._ranks):
             return False
-        found: list[tuple[_Held, str, _Rank, int]] = []
+        found: list[tuple[_Held, str, Rank, int]] = []
         try:
             for file in self._ranks:
                 found += self._states_of(file)
@@ -523,7 +502,7 @@ class _Assembly:
             self._keep(held, state, rank, number)
         return True
 
-    def _states_of(self, file: _File) -> list[tuple[_Held, str, _Rank, int]]:
+    def _states_of(self, file: _File) -> list[tuple[_Held, str, Rank, int]]:
         chained = _optimizers(file.items.get("optimizer"))
         plain = any(_has_states(node) for node in chained)
         if plain and file.optimizer is None:
@@ -538,14 +517,14 @@ class _Assembly:
 
     # A distributed optimizer: vectors of buffers.
 
-    def _vectors(self, file: _File, optimizer: TorchFile) -> list[tuple[_Held, str, _Rank, int]]:
+    def _vectors(self, file: _File, optimizer: TorchFile) -> list[tuple[_Held, str, Rank, int]]:
         name, root = printable(optimizer.file.name), optimizer.root
         chained = _optimizers(root)
         if len(chained) > (1 if self._run.experts == 1 else 2):
             raise LayoutError(f"{name} holds {len(chained)} optimizers")
         number = len(self._files)
         self._files.append(optimizer.file)
-        found: list[tuple[_Held, str, _Rank, int]] = []
+        found: list[tuple[_Held, str, Rank, int]] = []
         for kind, node in enumerate(chained):
             if node is None:
                 # Experts' ranks share the data-parallel ranks of all else, and the first one saves that.
@@ -559,7 +538,7 @@ class _Assembly:
 
     def _buffers(
         self, file: _File, source: _States, node: Node, *, of_experts: bool
-    ) -> list[tuple[_Held, str, _Rank, int]]:
+    ) -> list[tuple[_Held, str, Rank, int]]:
         """The states in the vectors of one optimizer, registered under the names that the layout of buffers gives."""
         name = printable(source.parsed.file.name)
         buffers = {k: v for k, v in mapping_items(node, what=name).items() if k != "buckets_coalesced"}
@@ -573,7 +552,7 @@ class _Assembly:
         if [*buffers] != [*range(len(wanted))]:
             raise LayoutError(f"{name} holds {len(buffers)} buffers, and the model makes {len(wanted)}")
         every = sum(h.tensor.numel for chunk in file.chunks for h in chunk)
-        found: list[tuple[_Held, str, _Rank, int]] = []
+        found: list[tuple[_Held, str, Rank, int]] = []
         for (chunk, dtype, weights), buffer in zip(wanted, buffers.values(), strict=True):
             vectors, stored = _vectors_of(buffer, dtype, name)
             members = [Member(_label(h), h.tensor.numel, self._is_alone(file, h)) for h in weights]
@@ -611,13 +590,13 @@ class _Assembly:
 
     # A plain optimizer: states by numbers, masters by param groups.
 
-    def _plain_states(self, file: _File, chained: Sequence[Node]) -> list[tuple[_Held, str, _Rank, int]]:
+    def _plain_states(self, file: _File, chained: Sequence[Node]) -> list[tuple[_Held, str, Rank, int]]:
         """The states of an optimizer that is not distributed.
 
         Raises:
             LayoutError: Its numbers do not fit the parameters of the model.
         """
-        found: list[tuple[_Held, str, _Rank, int]] = []
+        found: list[tuple[_Held, str, Rank, int]] = []
         for kind, node in enumerate(chained):
             items = mapping_items(node, what=f"{file.name}: optimizer")
             inner = mapping_items(items["optimizer"], what="optimizer") if "optimizer" in items else items
@@ -657,7 +636,7 @@ class _Assembly:
 
     def _masters(
         self, file: _File, members: Sequence[_Held], masters: Node, group: int
-    ) -> Iterator[tuple[_Held, str, _Rank, int]]:
+    ) -> Iterator[tuple[_Held, str, Rank, int]]:
         """The masters of the members of a group that are not in fp32 themselves."""
         if masters is None:
             return
@@ -697,7 +676,7 @@ class _Assembly:
         self._model.extra_states = {n: self._trees.carried(s, f.parsed) for n, (s, f) in self._extra.items()}
         return self._model.checkpoint(
             self._url,
-            "megatron-torch",
+            LEGACY,
             self._files,
             self._options,
             groups,

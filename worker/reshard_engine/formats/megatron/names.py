@@ -25,7 +25,7 @@ MAX_LAYERS = 1 << 16
 _LAYERS = re.compile(r"(?:(.*)\.)?layers\.(?!\d+\.)(.+)")
 """An entry of equal layers; others have a number there."""
 _EXPERTS = re.compile(r"(.*\bmlp\.experts)\.experts\.(?:(\d+)\.)?(.+)")
-_NORMS: Mapping[str, str] = {
+NORMS: Mapping[str, str] = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
@@ -92,7 +92,7 @@ def _axis(key: str, shape: Sequence[int], dim: int) -> range:
 
 
 def _local(name: str) -> str:
-    for engine, local in _NORMS.items():
+    for engine, local in NORMS.items():
         head, found, tail = name.partition(engine)
         if found and tail in ("weight", "bias"):
             return f"{head}{local}{tail}"
@@ -118,7 +118,7 @@ class KeyRules:
         if (expert := _LOCAL.fullmatch(key)) is not None:
             key, index = f"{expert[1]}.experts.{expert[3]}", (*index, int(expert[2]))
         if name not in self.norms_apart:
-            for engine, local in _NORMS.items():
+            for engine, local in NORMS.items():
                 head, found, tail = key.rpartition(f".{local}")
                 if found and tail in ("weight", "bias"):
                     key = f"{head}.{engine}{tail}"
@@ -131,7 +131,7 @@ class KeyRules:
         for key, name in entries:
             if (layer := _OF_LAYER.fullmatch(key)) is not None:
                 numbered.add(layer[1])
-            if any(f".{local}" in key for local in _NORMS.values()):
+            if any(f".{local}" in key for local in NORMS.values()):
                 apart.add(name)
         return cls(frozenset(apart), frozenset(numbered))
 

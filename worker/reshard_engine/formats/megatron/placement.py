@@ -53,6 +53,21 @@ _MOST_RANKS = 1 << 16
 """Model-parallel ranks of one run, each with its chunks. Layers have smaller numbers than its multiples."""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Rank:
+    """A model-parallel rank."""
+
+    stage: int
+    expert: int
+    tensor: int
+
+    def directory(self, run: Run) -> str:
+        """Its directory, with `--ckpt-format torch`."""
+        stage = f"_{self.stage:03d}" if run.pipeline > 1 else ""
+        expert = f"_{self.expert:03d}" if run.experts > 1 else ""
+        return f"mp_rank_{self.tensor:02d}{stage}{expert}"
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """How many ranks of each kind a run had, and how it dealt layers to them."""
@@ -86,6 +101,11 @@ class Run:
         if (ranks := tensor * pipeline * experts * chunks) > _MOST_RANKS:
             raise LayoutError(f"the arguments of the run name {ranks} model-parallel ranks and chunks")
         return cls(common, tensor, pipeline, chunks, experts, sizes["expert_tensor"] or tensor)
+
+    def ranks(self) -> list[Rank]:
+        """All model-parallel ranks: tensor-parallel ones are the inner ones, then expert-parallel ones, then stages."""
+        stages, experts, tensor = range(self.pipeline), range(self.experts), range(self.tensor)
+        return [Rank(stage, expert, rank) for stage in stages for expert in experts for rank in tensor]
 
     @property
     def data_ranks(self) -> int | None:
@@ -339,13 +359,14 @@ def model_order(names: Sequence[str]) -> list[str]:
 # Cuts by names, for files that hold the parts of tensor-parallel ranks under the names of the whole.
 
 
-def cut_of(name: str, shapes: Mapping[str, tuple[int, ...]], run: Run) -> Cut:
+def cut_of(name: str, shapes: Mapping[str, tuple[int, ...]], run: Run, *, whole: bool = False) -> Cut:
     """How tensor parallelism cuts a parameter.
 
     Args:
         name: The parameter.
-        shapes: The shapes of one rank's parts by name.
+        shapes: The shapes by name.
         run: The run.
+        whole: True for shapes of whole parameters, False for those of one rank's parts.
 
     Raises:
         LayoutError: Its name is not known, or a gated unit is not what the arguments of the run say.
@@ -369,4 +390,4 @@ def cut_of(name: str, shapes: Mapping[str, tuple[int, ...]], run: Run) -> Cut:
         )
     if run.common.args.get("moe_mlp_glu_interleave_size") and EXPERT.fullmatch(name):
         raise LayoutError("the halves of gated experts are interleaved (moe_mlp_glu_interleave_size)")
-    return Cut(dim=0, sections=(rows // 2 * ranks,) * 2) if gated else Cut(dim=0)
+    return Cut(dim=0, sections=(rows // 2 * (1 if whole else ranks),) * 2) if gated else Cut(dim=0)
