@@ -57,7 +57,7 @@ from reshard_engine.formats.megatron.model import (
     extra_states,
 )
 from reshard_engine.formats.megatron.names import MAX_LAYERS, Entry, KeyRules, entries_of, half_of, name_at
-from reshard_engine.formats.megatron.writer import TorchDistWriter
+from reshard_engine.formats.megatron.ranks_writer import MegatronWriter
 from reshard_engine.formats.model_weights import checked_state
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.storage.locations import Location
@@ -363,8 +363,8 @@ class Megatron(Format):
     targets = ("megatron",)
 
     def writer(self, target: str) -> Writer:
-        """The writer of distributed checkpoints."""
-        return TorchDistWriter()
+        """The writer of distributed checkpoints, and of files for one layout."""
+        return MegatronWriter()
 
     def check_request(self, request: ConvertRequest) -> None:
         """Refuse options of this format's target where another one is written, and rules for names that are none."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
@@ -28,7 +28,7 @@ from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import MegatronOptions, NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.carried import AS_ASKED, frozen_parameters, named
-from reshard_engine.formats.dcp_files.shards import JoinedEntry, Part, ShardOptions, Shards, ValueEntry
+from reshard_engine.formats.dcp_files.shards import JoinedEntry, Part, ShardOptions, Shards, StateEntry, ValueEntry
 from reshard_engine.formats.megatron.common import CommonState, optimizers_for, written_items
 from reshard_engine.formats.megatron.model import (
     COMMON,
@@ -43,12 +43,15 @@ from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PList, mapping_of, node_of
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS, Pointer, TargetFile, TargetLayout, literal_template
+from reshard_engine.tensors.shard_map import LogicalTensor
+from reshard_engine.tensors.views import View
 
 _STATES = "optimizer.state."
 _SHARDING = "distrib_optim_sharding_type"
 _PLACE = 2
 """Numbers of a random state's place: those of its pipeline stage and its tensor-parallel rank."""
-_NO_RANDOM = "there are no random states: load it with --no-load-rng"
+NO_OPTIMIZER = "there is no optimizer: load it with --no-load-optim, or with --finetune"
+NO_RANDOM = "there are no random states: load it with --no-load-rng"
 _MODULE = re.compile(r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.weight")
 """Modules whose extra states every run loads."""
 _ATTENTION = re.compile(r"(.+\.self_attention\.)linear_qkv\.weight")
@@ -123,10 +126,10 @@ class TorchDistWriter:
             RequestError: `request.unsatisfiable` for a model that is not Megatron-core's, or for states that its
                 optimizers do not have; `request.invalid` for a layout that the model does not have.
         """
-        return _Layout(checkpoint, request).target(name)
+        return Layout(checkpoint, request).target(name)
 
 
-class _Layout:
+class Layout:
     """One target being laid out."""
 
     def __init__(self, checkpoint: Checkpoint, request: ConvertRequest) -> None:
@@ -144,12 +147,15 @@ class _Layout:
 
     def target(self, name: str) -> TargetLayout:
         """All files, with the tracker of the run beside them."""
-        shard_map, opaque = self._checkpoint.shard_map, self._request.opaque
-        entries = [*self._model(), *self._optimizer(), *self._extra_states(), *self._random_states()]
+        opaque = self._request.opaque
+        entries: list[StateEntry | JoinedEntry] = [*self._model(), *self._optimizer()]
+        entries += [*self._extra_states(), *self._random_states()]
         common = self._common()
         as_file = self._options.common_state is CommonStatePlace.FILE
         if not as_file:
             entries.append(ValueEntry((f"{COMMON_ENTRY}/shard_0_1",), PList([common])))
+        parts = tuple(self._parts())
+        shard_map = TargetLayout((), None, parts=parts).map_over(self._checkpoint.shard_map)
         *files, metadata = Shards(ShardOptions(shard_map, opaque)).lay_out(entries)
         described: dict[str, str | int] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         if as_file:
@@ -159,7 +165,12 @@ class _Layout:
         # Without the description no loader takes the directory for a distributed checkpoint.
         last = TargetFile(DESCRIPTION, literal_template(json.dumps(described).encode()), (), commit=True)
         pointer = self._pointer(name)
-        return TargetLayout((*files, metadata, last), pointer, tuple(self._warnings), not_carried=tuple(self._left))
+        warnings, left = tuple(self._warnings), tuple(self._left)
+        return TargetLayout((*files, metadata, last), pointer, warnings, parts, left)
+
+    def _parts(self) -> Sequence[tuple[LogicalTensor, View]]:
+        """Tensors that are views of the source's, when all entries are known."""
+        return ()
 
     def _pointer(self, name: str) -> Pointer | None:
         steps = self._checkpoint.counters.steps
@@ -175,12 +186,7 @@ class _Layout:
     def _common(self) -> Node:
         """Arguments, param groups, scheduler and counters."""
         kind = self._sharding
-        optimizers: list[Node] = []
-        if self._checkpoint.optimizer is not None:
-            dicts = optimizers_for(
-                self._checkpoint, self._facts.steps, self._facts.scaler, experts_apart=self._layout.ep > 1
-            )
-            optimizers = [self._optimizer_dict(one) for one in dicts]
+        optimizers = [self._optimizer_dict(one) for one in self._optimizers()]
         metadata: dict[str | int, Node] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if kind is not OptimizerSharding.NONE:
             metadata |= {_SHARDING: kind.value, "distrib_optim_fully_reshardable_mem_efficient": False}
@@ -192,8 +198,15 @@ class _Layout:
             one = len(optimizers) == 1
             items["optimizer"] = optimizers[0] if one else mapping_of(dict(enumerate(optimizers)))
         else:
-            self._warnings.append("there is no optimizer: load it with --no-load-optim, or with --finetune")
+            self._warnings.append(NO_OPTIMIZER)
         return mapping_of({**items, "content_metadata": mapping_of(metadata)})
+
+    def _optimizers(self) -> list[dict[str | int, Node]]:
+        """The dict of each of a rank's optimizers; none without states."""
+        if self._checkpoint.optimizer is None:
+            return []
+        facts, apart = self._facts, self._layout.ep > 1
+        return optimizers_for(self._checkpoint, facts.steps, facts.scaler, experts_apart=apart)
 
     def _optimizer_dict(self, held: Mapping[str | int, Node]) -> Node:
         """The dict of one optimizer by the class that saves it."""
@@ -237,7 +250,7 @@ class _Layout:
 
     # Tensors.
 
-    def _model(self) -> Iterator[JoinedEntry]:
+    def _model(self) -> Iterator[StateEntry | JoinedEntry]:
         """The model's own tensors."""
         exclude = self._request.exclude_frozen
         if exclude:
@@ -247,7 +260,7 @@ class _Layout:
         found |= {b.fqn: self._plain(b.tensor) for b in self._checkpoint.buffers}
         yield from self._entries("", found)
 
-    def _optimizer(self) -> Iterator[JoinedEntry]:
+    def _optimizer(self) -> Iterator[StateEntry | JoinedEntry]:
         """Masters and moments.
 
         Raises:
@@ -359,23 +372,28 @@ class _Layout:
 
     def _random_states(self) -> Iterator[ValueEntry]:
         """The random states of ranks, by pipeline stage and tensor-parallel rank."""
-        held, layout = self._facts.random_states, self._layout
+        held = self._facts.random_states
         if not held or any(len(place) != _PLACE for place in held):
             self._left += named([RANDOM] if held else [], "it is not by pipeline and tensor-parallel rank")
             if not held:
-                self._warnings.append(_NO_RANDOM)
+                self._warnings.append(NO_RANDOM)
             return
         if self._request.options.of(NativeLayout).rng is RngPolicy.DROP:
             self._left += named([RANDOM], AS_ASKED)
-            self._warnings.append(_NO_RANDOM)
+            self._warnings.append(NO_RANDOM)
             return
         states = [held[place] for place in sorted(held)]
-        stages, ranks = (max(at) + 1 for at in zip(*held, strict=True))
-        if max(layout.pp, layout.tp) > 1:
-            stages, ranks = layout.pp, layout.tp
+        stages, ranks = self._stages_and_ranks(held)
         for number in range(stages * ranks):
             key = _object_key(RANDOM, divmod(number, ranks), (stages, ranks))
             yield ValueEntry(key, PList([states[number % len(states)]]))
+
+    def _stages_and_ranks(self, held: Iterable[tuple[int, ...]]) -> tuple[int, int]:
+        """The stages and tensor-parallel ranks that random states are for: without a layout, those of the source."""
+        if max(self._layout.pp, self._layout.tp) > 1:
+            return self._layout.pp, self._layout.tp
+        stages, ranks = (max(at) + 1 for at in zip(*held, strict=True))
+        return stages, ranks
 
 
 def _object_key(key: str, index: Sequence[int], shape: Sequence[int]) -> tuple[str]:
