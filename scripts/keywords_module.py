@@ -10,7 +10,7 @@ from typing import Any
 from reshard.choices import ParamOrder
 from reshard.declared import Declared, choices_of_source, declared_options, options_of_source
 from reshard.installed_formats import BUILT_IN
-from reshard.option import parse_size, read_order, read_rules
+from reshard.option import parse_size, read_args, read_family, read_order, read_rules
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 KEYWORDS = REPOSITORY / "client" / "reshard" / "models" / "keywords.py"
@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 {imports}
 '''
-_GIVEN: Mapping[Any, str] = {parse_size: "int | str", read_rules: "PathLike", read_order: "Order"}
+_GIVEN: Mapping[Any, str] = {
+    parse_size: "int | str",
+    read_rules: "PathLike",
+    read_args: "PathLike",
+    read_family: "PathLike",
+    read_order: "Order",
+}
 """What a keyword argument takes for an option whose flag is parsed, by what parses it."""
 _OURS = (*BUILT_IN, "dcp")
 """The formats that reshard brings; `dcp` comes by an entry point, as those of other packages do."""

@@ -183,7 +183,9 @@ class DamagedPolicy(StrEnum):
     DROP_OPTIMIZER = "drop-optimizer"
     """The weights are read alone."""
     REPAIR = "repair"
-    """Every state is taken from where the files hold it, which must be proven; what they do not hold is reported."""
+    """Every state is taken from where the files hold it, which must be proven; moments that they lost are an error."""
+    REPAIR_WITH_ZEROS = "repair-with-zeros"
+    """As `repair`; elements of moments that the files lost become zeros, and are named."""
 
 
 class CkptFormat(StrEnum):

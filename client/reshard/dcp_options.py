@@ -5,9 +5,8 @@ The entry point of the format names this module; the engine's class of the forma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
@@ -92,18 +91,10 @@ class DcpOptions(FormatOptions):
         max_length=128,
         description="With --to torch_save, the name of the file; optimizer.pt for a Trainer without FSDP.",
     )
-    missing_moments: Annotated[MissingMoments | None, Option(label="Parameters without optimizer states")] = Field(
-        default=None,
-        exclude_if=is_none,
-        description="Trained parameters without optimizer states: zero (default), omit, refuse; with --damaged repair, "
-        "zero for elements of moments that SRC lost.",
+    missing_moments: Annotated[MissingMoments, Option(label="Parameters without optimizer states")] = Field(
+        default=MissingMoments.ZERO,
+        description="Trained parameters without optimizer states: zero (default), omit, refuse.",
     )
-
-    @classmethod
-    def digested(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """As of all options, without a choice that was the default: digests of targets that are there lack it."""
-        said = {name: value for name, value in values.items() if (name, value) != ("missing_moments", "zero")}
-        return super().digested(said)
 
 
 DCP = InstalledFormat(

@@ -107,13 +107,13 @@ def read_args(path: Path) -> str:
     return _read_text(path, "--megatron-args", _MAX_RULES_BYTES, fix=fix)
 
 
-def read_family(said: str) -> str:
+def read_family(said: str | Path) -> str:
     """A family of rules by its name, or the text of the file that is named.
 
     Raises:
         RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
     """
-    if _FAMILY.fullmatch(said) or "\n" in said:
+    if isinstance(said, str) and (_FAMILY.fullmatch(said) or "\n" in said):
         return said
     return _read_text(
         Path(said),

@@ -510,8 +510,8 @@ class MegatronOptions(FormatOptions):
     damaged: Annotated[
         DamagedPolicy | None,
         Option(
-            "Megatron-core: optimizer states that are not those of the weights; default: refuse. `repair` puts shifted "
-            "ones back.",
+            "Megatron-core: optimizer states that are not those of the weights; default: refuse. `repair` and "
+            "`repair-with-zeros` put shifted ones back.",
             Section.SOURCE,
             12,
             label="Damaged optimizer states",

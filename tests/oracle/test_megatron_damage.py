@@ -75,7 +75,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def repaired(source: Path, target: Path) -> Any:
-    chosen: dict[str, Any] = {"damaged": "repair", "missing_moments": "zero"}
+    chosen: dict[str, Any] = {"damaged": "repair-with-zeros"}
     return reshard.convert(source, target, to="dcp", framework="state-dict", progress=False, **chosen)
 
 
@@ -179,7 +179,7 @@ def test_a_run_goes_on_from_repaired_states(saved: Any, worlds: Worlds, tmp_path
     name = "llama_dp2"
     folder, run = saved(name), RUNS[name]
     target = tmp_path / "run" / "iter_0000003"
-    chosen: dict[str, Any] = {"damaged": "repair", "missing_moments": "zero"}
+    chosen: dict[str, Any] = {"damaged": "repair-with-zeros"}
     result = reshard.convert(folder / "damaged", target, to="megatron", progress=False, **chosen)
     losses: dict[str, list[float]] = {}
     for kind, place in (("repaired", target), ("damaged", folder / "damaged" / "iter_0000003")):
@@ -219,7 +219,7 @@ def test_lost_moments_need_a_choice_and_weights_none(frozen: Path, tmp_path: Pat
         reshard.convert(frozen / "ckpt", tmp_path / "dcp", to="dcp", progress=False, damaged="repair")
     assert caught.value.code == "request.unsatisfiable"
     assert "160 elements" in caught.value.message
-    assert "--missing-moments zero" in (caught.value.fix or "")
+    assert "--damaged repair-with-zeros" in (caught.value.fix or "")
     assert not (tmp_path / "dcp").exists()
     reshard.convert(frozen / "ckpt", tmp_path / "out", to="safetensors", progress=False, damaged="repair")
     found, truth = load_file(tmp_path / "out" / "model.safetensors"), load_file(frozen / "expected.safetensors")
@@ -229,7 +229,7 @@ def test_lost_moments_need_a_choice_and_weights_none(frozen: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("to", ["universal", "zero"])
 def test_every_target_takes_repaired_states(to: str, frozen: Path, tmp_path: Path) -> None:
-    chosen: dict[str, Any] = {"damaged": "repair", "missing_moments": "zero"}
+    chosen: dict[str, Any] = {"damaged": "repair-with-zeros"}
     options: dict[str, Any] = {"zero": {"dp": 3, "zero_stage": 1}}.get(to, {})
     reshard.convert(frozen / "ckpt", tmp_path / "one", to="dcp", framework="state-dict", progress=False, **chosen)
     target = tmp_path / "run" / "global_step3"

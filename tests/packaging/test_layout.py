@@ -77,6 +77,8 @@ OF_OTHERS = {
     "formats/dcp/state_tree.py": {"lr_scheduler", "lr_schedulers"},
     # Names of verl's and SkyRL's extra state, too.
     "formats/fsdp_ranks/files.py": {"lr_scheduler", "client_state"},
+    # Names of Megatron-LM, too.
+    "formats/megatron/common.py": {"checkpoint_version"},
     # Names of Lightning and of Megatron-LM, too.
     "formats/full_state_dict/files.py": {"global_step", "checkpoint_version"},
     # The usual name of an item of torch_checkpointing, too.

@@ -69,6 +69,9 @@ SAMPLES: dict[str, Any] = {
     "pointer": True,
     "fsdp_version": 2,
     "damaged": "drop-optimizer",
+    "ckpt_format": "torch",
+    "optimizer_sharding": "dp_reshardable",
+    "common_state": "entry",
 }
 """Values of flags whose kind does not say one."""
 BYTES_KEPT = {
@@ -141,7 +144,7 @@ def test_every_option_is_a_flag_and_every_flag_an_option() -> None:
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_flag_arrives_in_its_field(field: str, tmp_path: Path) -> None:
     value = sample(field)
-    if field == "rules":
+    if field in {"rules", "megatron_args"}:
         value = tmp_path / "rules.yaml"
         value.write_text("{}")
     before, after = (
@@ -160,7 +163,7 @@ def test_defaults_and_bounds_are_the_same(field: str) -> None:
     flag, info = flag_of(field), FIELDS[field]
     made = field in OF_ENTRY_POINTS
     default = info.default if made else option_of(flag).default
-    if field not in {"memory_limit_bytes", "part_bytes", "max_shard_bytes", "rules"}:
+    if field not in {"memory_limit_bytes", "part_bytes", "max_shard_bytes", "rules", "megatron_args"}:
         assert default == info.default
     option = option_of(flag)
     bounds = {type(m): m for m in info.metadata}
@@ -188,7 +191,7 @@ def test_the_client_takes_every_option() -> None:
 
 @pytest.mark.parametrize("field", OF_FORMATS)
 def test_an_argument_of_the_client_arrives_nested(field: str) -> None:
-    value = {"max_shard_bytes": 5, "rules": "{}"}.get(field) or sample(field)
+    value = {"max_shard_bytes": 5, "rules": "{}", "megatron_args": "{}"}.get(field) or sample(field)
     options: Any = {field: value}
     made = convert_request("a", "b", TargetFormat.TORCH, options)
     assert made.options.given() == {OF_FORMATS[field][0]: {field: value}}
@@ -320,8 +323,13 @@ def test_a_text_is_a_source() -> None:
 @pytest.mark.parametrize("field", FIELDS)
 def test_the_handbook_names_every_option(field: str) -> None:
     name = "--" + flag_of(field).replace("_", "-")
-    pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("cli.md", "rules.md", "peft.md"))
-    assert re.search(rf"{re.escape(name)}\b", pages), f"{name} is in none of docs/cli.md, rules.md and peft.md"
+    pages = "".join(
+        (ROOT / "docs" / page).read_text(encoding="utf-8")
+        for page in ("cli.md", "rules.md", "peft.md", "formats/megatron-core.md", "formats/megatron-hf.md")
+    )
+    assert re.search(rf"{re.escape(name)}\b", pages), (
+        f"{name} is in none of docs/cli.md, rules.md, peft.md and formats/megatron-*.md"
+    )
 
 
 def test_what_keeps_the_bytes_says_so() -> None:
@@ -332,7 +340,7 @@ def test_what_keeps_the_bytes_says_so() -> None:
 @pytest.mark.parametrize("field", sorted(set(FIELDS) - BYTES_KEPT - IN_FILES))
 def test_what_decides_the_bytes_is_in_the_plan(field: str, tmp_path: Path) -> None:
     value = sample(field)
-    if field == "rules":
+    if field in {"rules", "megatron_args"}:
         value = tmp_path / "rules.yaml"
         value.write_text("{}")
     plain = ConversionFlags(to=TargetFormat.SAFETENSORS).request("a", "b")

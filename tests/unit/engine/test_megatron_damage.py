@@ -22,7 +22,7 @@ from house.megatron_runs import MegatronRun
 from oracle.whole_tensors import named, whole
 from reshard.errors import RequestError, ReshardError, SourceError
 
-REPAIR: dict[str, Any] = {"damaged": "repair", "missing_moments": "zero"}
+REPAIR: dict[str, Any] = {"damaged": "repair-with-zeros"}
 RUN = ShiftedRun(bucket=300, tensor=2)
 _BOX = re.compile(r"\[((?:\d+:\d+(?:, )?)+)\]")
 
@@ -214,13 +214,11 @@ def test_arguments_that_say_no_layout_are_refused(tmp_path: Path) -> None:
     assert "--damaged drop-optimizer" in (error.fix or "")
 
 
-@pytest.mark.parametrize("missing", [None, "omit", "refuse"])
-def test_lost_moments_are_zeros_only_if_the_request_says_so(missing: str | None, tmp_path: Path) -> None:
+def test_lost_moments_are_zeros_only_if_the_request_says_so(tmp_path: Path) -> None:
     source = RUN.save(tmp_path / "run")
-    chosen = {} if missing is None else {"missing_moments": missing}
-    error = refused(source, tmp_path, damaged="repair", **chosen)
+    error = refused(source, tmp_path, damaged="repair")
     assert isinstance(error, RequestError)
-    assert (error.code, "--missing-moments zero" in (error.fix or "")) == ("request.unsatisfiable", True)
+    assert (error.code, "--damaged repair-with-zeros" in (error.fix or "")) == ("request.unsatisfiable", True)
 
 
 def test_renamed_checkpoints_are_told_the_same(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.choices import TargetFormat
-from reshard.dcp_options import DcpOptions, MissingMoments
+from reshard.choices import DamagedPolicy, TargetFormat
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
+from reshard.options import MegatronOptions
 from reshard_engine.checkpoint import Agreement, Checkpoint, Parameter
 from reshard_engine.formats.megatron.buckets import Fit, SavedWeight
 from reshard_engine.formats.megatron.buffers import (
@@ -65,7 +65,7 @@ _EXACT = ("bfloat16", "float16", "float32")
 """Types of weights whose elements fp32 holds exactly."""
 _WEIGHTS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
 _DROP = "--damaged drop-optimizer takes the weights alone, which are right"
-_ZEROS = "--missing-moments zero"
+_ZEROS = "--damaged repair-with-zeros"
 _SHIFTED = (
     ": Megatron-core 0.15.3 to 0.19.2 saves such states shifted where a gradient buffer has several padded buckets "
     "(Megatron-LM#5077)"
@@ -621,7 +621,7 @@ def _refuse_unsaid(lost: Mapping[str, _Lost], made: Mapping[str, Mapping[str, in
     """Refuse lost moments unless the request says that they become zeros; targets of weights hold none."""
     count = sum(one.count for one in lost.values())
     moments = {state for states in made.values() for state in states} - {MASTER}
-    zero = request.options.of(DcpOptions).missing_moments is MissingMoments.ZERO
+    zero = request.options.of(MegatronOptions).damaged is DamagedPolicy.REPAIR_WITH_ZEROS
     if not count or not moments or zero or request.to in _WEIGHTS:
         return
     names = [printable(name) for name, one in lost.items() if one.count]

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from reshard.choices import DamagedPolicy, NameScheme
+from reshard.choices import DamagedPolicy, NameScheme, TargetFormat
 from reshard.errors import RequestError, ReshardError, SourceError, listed, printable
-from reshard.models.jobs import ConvertRequest, NotCarried
+from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
 from reshard.options import MegatronOptions, NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile, parse_json
@@ -36,7 +36,7 @@ from reshard_engine.formats.dcp_files.saved_state import (
     read_state,
 )
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors
-from reshard_engine.formats.format import Format, Reader, ReadOptions, Writer
+from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer
 from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import SCALER, CommonState, ReadGroups, only_one, read_groups
@@ -68,6 +68,8 @@ from reshard_engine.tensors.shard_map import Boxes, LogicalTensor, ShardMapBuild
 
 _MOST_BYTES = 1 << 16
 _STATES = "optimizer.state."
+_OF_SOURCES = frozenset({"damaged", "hf_rules"})
+"""Options that other targets take, too."""
 _MASTERS = ("param", "fp32_param")
 _OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 """The key of one object of several: the object's place among them, and how many there are along each axis."""
@@ -366,22 +368,6 @@ class Megatron(Format):
         """The writer of distributed checkpoints, and of files for one layout."""
         return MegatronWriter()
 
-    def check_request(self, request: ConvertRequest) -> None:
-        """Refuse options of this format's target where another one is written, and rules for names that are none."""
-        given = {*request.options.of(MegatronOptions).given()} - {"damaged", "hf_rules"}
-        if given and request.to not in self.targets:
-            flags = listed([f"--{name.replace('_', '-')}" for name in sorted(given)])
-            raise RequestError("request.invalid", f"{flags}: for --to megatron", fix="--to megatron")
-        said, names = request.options.of(MegatronOptions).hf_rules, request.options.deepspeed.names
-        if names is NameScheme.HUGGING_FACE and request.to in self.targets:
-            text = f"--to {request.to} writes the names of Megatron-core, not those of Hugging Face"
-            raise RequestError("request.invalid", text, fix="leave --names out, or --names megatron-core")
-        if said is not None and names not in _NAMES:
-            text = "--hf-rules says how --names hf and --names megatron-core rename"
-            raise RequestError("request.invalid", text, fix="add --names hf")
-        if said is not None:
-            requested_family(said)
-
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if the description names Megatron's backend: other programs write a `metadata.json` as well."""
         info = listing.by_name.get(DESCRIPTION)
@@ -402,6 +388,27 @@ class Megatron(Format):
     def reads_model_files(self, request: ConvertRequest) -> bool:
         """True if heads are to be counted: `--names` takes their number from `config.json`."""
         return request.options.deepspeed.names in _NAMES
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse options of this format's target for another one, and rules for names that no name asks for.
+
+        Raises:
+            RequestError: `request.invalid`.
+        """
+        given = {*request.options.of(MegatronOptions).given()} - _OF_SOURCES
+        if given and request.to not in self.targets:
+            flags = listed([f"--{name.replace('_', '-')}" for name in sorted(given)])
+            raise RequestError("request.invalid", f"{flags}: for --to megatron", fix="--to megatron")
+        said, names = request.options.of(MegatronOptions).hf_rules, request.options.deepspeed.names
+        if names is NameScheme.HUGGING_FACE and request.to in self.targets:
+            text = f"--to {request.to} writes the names of Megatron-core, not those of Hugging Face"
+            raise RequestError("request.invalid", text, fix="leave --names out, or --names megatron-core")
+        if said is None:
+            return
+        if names not in _NAMES:
+            text = "--hf-rules says how --names hf and --names megatron-core rename"
+            raise RequestError("request.invalid", text, fix="add --names hf")
+        requested_family(said)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint with a damaged optimizer left out or repaired, and under the names that the request says.
@@ -424,7 +431,7 @@ class Megatron(Format):
                 f"--damaged: for checkpoints of Megatron-core, and {printable(checkpoint.url)} is {checkpoint.format}",
                 fix="leave it out",
             )
-        if policy is DamagedPolicy.REPAIR:
+        if policy is not DamagedPolicy.DROP_OPTIMIZER:
             facts = checkpoint.facts
             return repaired(checkpoint, facts, request) if isinstance(facts, SuspectFacts) else checkpoint
         bare = (replace(p, states={}, scalars={}, group=None) for p in checkpoint.parameters)
@@ -437,6 +444,15 @@ class Megatron(Format):
             assumed=(),
             no_optimizer="it is left out (--damaged drop-optimizer)",
         )
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """A distributed checkpoint for any layout, of a checkpoint of Megatron-core."""
+        if not isinstance(tried.checkpoint.facts, MegatronFacts):
+            return []
+        to, refusal = TargetFormat.MEGATRON, tried.refusal(TargetFormat.MEGATRON)
+        if refusal is not None:
+            return [tried.impossible(to, refusal)]
+        return [tried.possible(to, "any number of ranks", f"--to {to}")]
 
     def pointed_directory(self, name: str, text: str) -> str | None:
         """The directory of the iteration that the tracker names by its number."""

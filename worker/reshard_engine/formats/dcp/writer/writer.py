@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from reshard.choices import OpaquePolicy, ParamOrder
-from reshard.dcp_options import DcpOptions, Framework, MissingMoments
+from reshard.dcp_options import DcpOptions, Framework
 from reshard.errors import RequestError, listed
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters
@@ -511,7 +511,7 @@ class _LaidOut:
         if checkpoint.optimizer is None:
             return model, None
         groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
-        optimizer = state_dict.optimizer_tree(groups, self._target.options.missing_moments or MissingMoments.ZERO)
+        optimizer = state_dict.optimizer_tree(groups, self._target.options.missing_moments)
         facts = facts_of(checkpoint)
         self.warnings += [_JOINED.format(count=len(groups))] if facts is not None and facts.flat else []
         self.warnings += [*warnings, *state_dict.warnings]
@@ -543,7 +543,7 @@ class _LaidOut:
             return model, []
         needs_rate = target.framework is Framework.TORCHTITAN and not target.own
         groups, warnings = groups_to_write(checkpoint, needs_initial_lr=needs_rate)
-        optimizer = list(state_dict.optimizer(groups, target.options.missing_moments or MissingMoments.ZERO))
+        optimizer = list(state_dict.optimizer(groups, target.options.missing_moments))
         if facts is not None and facts.flat and not places.flat:
             self.warnings.append(_JOINED.format(count=len(groups)))
         if target.request.opaque is OpaquePolicy.DROP:  # named by the request's reader, as all that is dropped
