@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from reshard.choices import (
+        CkptFormat,
+        CommonStatePlace,
         DamagedPolicy,
         NameScheme,
         OpaquePolicy,
+        OptimizerSharding,
         OverflowPolicy,
         ParamOrder,
         RankFramework,
@@ -106,16 +109,17 @@ class OptionKeywords(TypedDict, total=False):
     family: str | None
     """Built-in set of rules: gpt-megatron, llama-megatron, bloom."""
     damaged: DamagedPolicy | str | None
-    """Megatron-core: optimizer states that are not those of the weights; default: refuse. One of `refuse`,
-    `drop-optimizer`."""
+    """Megatron-core: optimizer states that are not those of the weights; default: refuse. `repair` and
+    `repair-with-zeros` put shifted ones back. One of `refuse`, `drop-optimizer`, `repair`, `repair-with-zeros`."""
     dtype: WeightDtype | str | None
     """Type of weights; default: masters and all else as stored; `to="zero"`: as in the source. One of `fp32`,
     `bf16`, `fp16`."""
     exclude_frozen: bool
     """Leave out frozen parameters."""
     names: NameScheme | str | None
-    """Names of a model with or without pipeline; default: as in the source. One of `megatron-pipeline`,
-    `megatron-no-pipeline`."""
+    """Names of parameters: Megatron-DeepSpeed's with or without pipeline, or for Megatron-core those of Hugging
+    Face (hf) and back; default: as in the source. One of `megatron-pipeline`, `megatron-no-pipeline`, `hf`,
+    `megatron-core`."""
     weight_decay_groups: WeightDecayGroups | str
     """Megatron-DeepSpeed's param groups: as it makes them at the target's stage, or as in the source. One of
     `stage`, `keep`."""
@@ -155,6 +159,16 @@ class OptionKeywords(TypedDict, total=False):
     """`to="fsdp_ranks"`, torch_checkpointing: ranks that share one copy (HSDP); default: the source's, else all."""
     fsdp_version: int | None
     """`to="fsdp_ranks"`: FSDP of the run; 2 for a run of FSDP1 that goes on with FSDP2."""
+    ckpt_format: CkptFormat | str
+    """`to="megatron"`: Megatron-LM's `ckpt_format`; torch is for one layout. One of `torch_dist`, `torch`."""
+    optimizer_sharding: OptimizerSharding | str | None
+    """`to="megatron"`: how the optimizer is saved; default: fully_reshardable, or none as in the source. One of
+    `fully_reshardable`, `dp_reshardable`, `none`."""
+    virtual_pipeline: int | None
+    """`to="megatron"`: model chunks of a pipeline stage."""
+    common_state: CommonStatePlace | str
+    """`to="megatron"`: arguments and groups in common.pt, or in an entry as 0.19 writes it. One of `file`,
+    `entry`."""
     merge_adapter: bool
     """Merge a LoRA adapter into the weights, with the names of the base model."""
     adapter: str | None
@@ -200,6 +214,10 @@ class ConversionKeywords(SourceKeywords, OptionKeywords, total=False):
     """Largest weights file, such as 5GB."""
     model_files: PathLike | None
     """Copy config.json, tokenizer and generation files of DIR beside the weights."""
+    hf_rules: PathLike | None
+    """`names` hf, megatron-core: architecture, such as llama, or a file of rules; default: what the source says."""
+    megatron_args: PathLike | None
+    """`to="megatron"`: arguments of the run (JSON), beside those that the source holds."""
     zero_stage: ZeroStage | str | int | None
     """ZeRO stage; default: as in the source. One of `0`, `1`, `2`, `3`, `bf16`."""
     memory_limit: int | str | None
@@ -243,6 +261,10 @@ class ConvertOptions(OptionKeywords, total=False):
     """Largest weights file, such as 5GB."""
     model_files: str | None
     """Copy config.json, tokenizer and generation files of DIR beside the weights."""
+    hf_rules: str | None
+    """`names` hf, megatron-core: architecture, such as llama, or a file of rules; default: what the source says."""
+    megatron_args: str | None
+    """`to="megatron"`: arguments of the run (JSON), beside those that the source holds."""
     zero_stage: ZeroStage | str | None
     """ZeRO stage; default: as in the source. One of `0`, `1`, `2`, `3`, `bf16`."""
     memory_limit_bytes: int
