@@ -215,18 +215,18 @@ def possible_shifts(
     """
     run = Run.of(common)
     fit = Fit(run, weights, {}, {}, in_order)
-    if run.bucket_sizes(0, 0, 1) == (None,) and not fit.tied:
+    if (run.bucket_sizes(0, 0, 1) == (None,) and not fit.tied) or _have_no_padding(fit, run):
         return None
     ways: dict[tuple[int, int, int, int, str], dict[tuple[Cutout, ...], None]] = {}
-    problem: LayoutError | None = None
-    for order in fit.orders():
+    orders, problems = fit.orders(), list[LayoutError]()
+    for order in orders:
         try:
             for key, slices in _buffers(fit, run, order):
                 ways.setdefault(key, {})[slices] = None
         except LayoutError as error:
-            problem = error
-    if not ways:
-        raise problem or LayoutError("no order of parameters is known")
+            problems.append(error)
+    if len(problems) == len(orders):
+        raise problems[0]
     found: list[ShiftedBuffer] = []
     for (chained, stage, chunk, expert_rank, dtype), layouts in ways.items():
         if not any(s.shift for slices in layouts for s in slices):
@@ -238,10 +238,17 @@ def possible_shifts(
     return Shifts(tuple(found), {name: fit.cut(name) for name in weights if name in names}) if found else None
 
 
+def _have_no_padding(fit: Fit, run: Run) -> bool:
+    """True if buckets end at multiples wherever they close, because every parameter has such a length."""
+    units = {*_units(run.common, run.data_ranks), *_units(run.common, run.expert_data_ranks)}
+    owners = {name: (0 if run.is_shared(name) else 1, 0) for name in fit.names}
+    return not any(prod(fit.local_shape(owner, name)) % lcm(*units) for name, owner in owners.items())
+
+
 def _buffers(
     fit: Fit, run: Run, order: Sequence[str]
 ) -> Iterator[tuple[tuple[int, int, int, int, str], tuple[Cutout, ...]]]:
-    """The layouts of all buffers with one order of registration."""
+    """The layouts of all buffers with one order of registration, but for those that can have no padding within."""
     places = [(0, stage, 0) for stage in range(run.pipeline)]
     if run.experts > 1:
         places += [(1, stage, e) for stage in range(run.pipeline) for e in range(run.experts)]
@@ -260,6 +267,9 @@ def _buffers(
             ranks = run.expert_data_ranks if key[0] else run.data_ranks
             for most in run.bucket_sizes(stage, key[2], every):
                 for unit in _units(run.common, ranks):
+                    one_bucket = most is None and not any(m.alone for m in members)
+                    if one_bucket or all(m.numel % unit == 0 for m in members):
+                        continue
                     yield key, cutouts(members, most, unit)
 
 
