@@ -449,6 +449,23 @@ def test_tensors_that_lie_strided_are_renamed_and_not_split(tmp_path: Path) -> N
     assert torch.equal(found["decoder.layers.0.self_attention.linear_proj.weight"], tensors[norm])
 
 
+def test_a_model_becomes_a_checkpoint_of_megatron_and_a_model_again(tmp_path: Path) -> None:
+    """The shapes prove all arguments but those that no model says."""
+    source = saved(model("qwen3"), tmp_path / "hf", {"model_type": "qwen3", "num_attention_heads": 4})
+    options: dict[str, Any] = {"to": "megatron", "names": "megatron-core", "progress": False}
+    with pytest.raises(RequestError, match="nothing says the arguments of the run: transformer_impl"):
+        reshard.convert(source, tmp_path / "iter_0000001", **options)
+    (tmp_path / "args.json").write_text('{"transformer_impl": "local"}')
+    reshard.convert(source, tmp_path / "iter_0000001", **options, megatron_args=tmp_path / "args.json")
+    again = tmp_path / "again"
+    reshard.convert(tmp_path / "iter_0000001", again, to="safetensors", names="hf", hf_rules="qwen3", progress=False)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, again))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(RequestError, match="not those of Hugging Face"):
+        reshard.convert(tmp_path / "iter_0000001", tmp_path / "x", to="megatron", names="hf", progress=False)
+
+
 def test_the_rules_of_the_page_are_rules() -> None:
     text = PAGE.read_text().partition("```yaml\n")[2].partition("```")[0]
     family = requested_family(text)

@@ -51,6 +51,8 @@ class MegatronFacts(FormatFacts):
     """What decides the keys of parameters in a distributed checkpoint."""
     extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
     """Extra states of modules by name (`decoder.layers.3.mlp.linear_fc1._extra_state`), read for `--to megatron`."""
+    of_run: bool = True
+    """False if there was no run of Megatron-core: its arguments are those that the shapes of a model prove."""
 
     def own_state(self) -> Mapping[str | int, Node]:
         """The arguments of the run, its random states, and the rest of the common state."""

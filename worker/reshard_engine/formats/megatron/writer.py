@@ -80,7 +80,9 @@ def facts_for(checkpoint: Checkpoint, options: MegatronOptions) -> MegatronFacts
     """
     facts, said = checkpoint.facts, said_args(options.megatron_args)
     if isinstance(facts, MegatronFacts):
-        return replace(facts, common=replace(facts.common, args={**facts.common.args, **said}))
+        said = {**facts.common.args, **said}
+        if facts.of_run:
+            return replace(facts, common=replace(facts.common, args=said))
     where = f"{printable(checkpoint.url)} is {checkpoint.format}"
     if not any(_OF_MEGATRON.fullmatch(p.fqn) for p in checkpoint.parameters):
         raise RequestError("request.unsatisfiable", f"{where}, and its names are not Megatron-core's", fix=_HOW)

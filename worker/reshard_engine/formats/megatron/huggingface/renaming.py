@@ -21,8 +21,9 @@ from reshard.choices import NameScheme, TargetFormat
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import MegatronOptions
-from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, Parameter
+from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, FormatFacts, Parameter
 from reshard_engine.containers.source_file import SourceFile, parse_json
+from reshard_engine.formats.megatron.common import CommonState
 from reshard_engine.formats.megatron.huggingface.rules import (
     Attention,
     Family,
@@ -278,12 +279,39 @@ def _back(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     _require_head(family, matched, config)
     work = _Renaming(checkpoint, read.names)
     heads = None if config is None else config.count(family.heads)
+    sizes: dict[str, Attention] = {}
     for one in matched:
-        work.join(one, _of_parts(one, work.shapes, heads) if one.rule.rows is Rows.QKV else None)
+        if one.rule.rows is Rows.QKV:
+            sizes[one.megatron] = _of_parts(one, work.shapes, heads)
+        work.join(one, sizes.get(one.megatron))
     for alias in read.copies:
         work.agree(alias, family.tied[alias])
     done = work.checkpoint([(p, (m.megatron,)) for m in matched for p in m.parts], read.left_out)
+    if type(done.facts) is FormatFacts:
+        args = _proven_args(done.shapes(), [*sizes.values()], heads)
+        done = replace(done, facts=MegatronFacts(CommonState({}, args), of_run=False))
     return replace(done, files=done.files if config is None else (*done.files, config.file))
+
+
+def _proven_args(
+    shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[Attention], heads: int | None
+) -> dict[str | int, Node]:
+    """The arguments of a run of Megatron-core that the shapes of a model prove."""
+    rows, hidden = shapes.get("embedding.word_embeddings.weight", (None, None))
+    layers = {at[0] for _, at in matching(_FIRST_NORM, shapes)}
+    expert = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
+    experts = {at[1] for _, at in matching(expert, shapes)}
+    found: dict[str | int, Node] = {
+        "num_layers": len(layers), "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": rows,
+        "num_experts": len(experts) or None, "untie_embeddings_and_output_weights": "output_layer.weight" in shapes,
+    }  # fmt: skip
+    if len({*sizes}) == 1:
+        one = sizes[0]
+        found |= {
+            "num_attention_heads": one.heads, "num_query_groups": one.groups, "kv_channels": one.size,
+            "group_query_attention": one.groups != one.heads,
+        }  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
