@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self, assert_never
+from typing import Any, Protocol, Self, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -417,6 +417,8 @@ MEAN_ELEMS = 1 << 18
 """Number of elements of a mean that are computed at once."""
 TRANSPOSED_BYTES = READ_BATCH_BYTES
 """Bytes of a transpose that are made at once, and bytes of its base that are read for them at once."""
+_TURNED_ROWS = 64
+"""Rows of the base that are turned at once: the cache holds a line of each."""
 Block = tuple[int, ByteArray]
 """The number of the block's first element, and its elements in the tensor's own type."""
 
@@ -438,6 +440,7 @@ class ComputedElements:
         self._kernel = kernel
         self._elements = elements
         self._matrices: dict[int, Matrix] = {}
+        self._turned: tuple[tuple[int, int], npt.NDArray[Any]] | None = None
 
     def blocks(self, item: ReadItem, origin: Mean | Transposed | Merged) -> Iterator[Block]:
         """The elements of an item, a block at a time."""
@@ -462,23 +465,36 @@ class ComputedElements:
             yield low, data if dtype is own else self._kernel.cast(data, own, dtype)
 
     def _transposed(self, item: ReadItem, turned: Transposed) -> Iterator[Block]:
-        """The elements of a transpose, by blocks of rows. For each block all of the base is read, by its own rows."""
+        """The elements of a transpose, by blocks of rows, of which the last one is kept: the next item begins in it."""
         stored = self._map.tensors[turned.base]
-        length, columns = stored.shape
-        size = stored.dtype.itemsize_bytes
+        length, size = stored.shape[0], stored.dtype.itemsize_bytes
         step = max(1, TRANSPOSED_BYTES // (length * size))
+        for number in range(item.begin // (length * step), -(-item.end // (length * step))):
+            first = number * step
+            if self._turned is None or self._turned[0] != (turned.base, number):
+                self._turned = (turned.base, number), self._turn(turned.base, first, first + step, item)
+            rows = self._turned[1]
+            low, high = max(first * length, item.begin), min(first * length + rows.size, item.end)
+            yield low, rows.reshape(-1)[low - first * length : high - first * length].view(np.uint8)
+
+    def _turn(self, base: int, first: int, last: int, item: ReadItem) -> npt.NDArray[Any]:
+        """Some columns of a matrix as rows, elements as integers or as bytes that belong together.
+
+        All of the matrix is read for them, by its own rows.
+        """
+        stored = self._map.tensors[base]
+        (length, columns), size = stored.shape, stored.dtype.itemsize_bytes
+        element = np.dtype(f"u{size}" if size <= 8 else f"V{size}")
+        found = np.empty((min(last, columns) - first, length), dtype=element)
         rows = max(1, TRANSPOSED_BYTES // (columns * size))
-        end = -(-item.end // length)
-        for first in range(item.begin // length, end, step):
-            last = min(first + step, end)
-            block = np.empty((last - first, length, size), dtype=np.uint8)
-            for begin in range(0, length, rows):
-                stop = min(begin + rows, length)
-                data = self._elements(turned.base, stored.dtype, begin * columns, stop * columns, counted=item.counted)
-                block[:, begin:stop] = data.reshape(stop - begin, columns, size)[:, first:last].swapaxes(0, 1)
-            low, high = max(first * length, item.begin), min(last * length, item.end)
-            flat = block.reshape(-1)
-            yield low, flat[(low - first * length) * size : (high - first * length) * size]
+        for begin in range(0, length, rows):
+            stop = min(begin + rows, length)
+            data = self._elements(base, stored.dtype, begin * columns, stop * columns, counted=item.counted)
+            held = data.view(element).reshape(stop - begin, columns)
+            for low in range(begin, stop, _TURNED_ROWS):
+                high = min(low + _TURNED_ROWS, stop)
+                found[:, low:high] = held[low - begin : high - begin, first:last].T
+        return found
 
     def _merged(self, item: ReadItem, merge: LoraMerge) -> Iterator[Block]:
         """The elements of a merged weight, by blocks of rows."""
