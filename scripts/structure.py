@@ -144,8 +144,10 @@ AT_MOST = {
     # these share: `dtensors`, `numbered`, `rank_optimizer`, `rank_states`. One for states that Megatron-core saved
     # shifted: their proof and repair (`megatron.damage`). Two for names of Hugging Face: rules, and a checkpoint under
     # their names (`megatron.huggingface`).
-    "modules": 264,
-    "modules with one importer, in the same package": 25,
+    # Three for what Megatron-core loads: entries, the parts of ranks, and the files of these.
+    "modules": 267,
+    # 25, and two of these: the parts of ranks, and shifted states.
+    "modules with one importer, in the same package": 27,
     "files in the largest folder": 15,
     "lines of the longest module": 900,
     "modules of dcp's reader and metadata": 12,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from house.measured import say
+from house.megatron_runs import MegatronRun
 from house.requests import asked, needed_by
 from integrity.covered import covered_spans
 from reshard.choices import TargetFormat, VerifyLevel
@@ -80,7 +81,10 @@ def test_every_flip_of_a_target_is_found(
 ) -> None:
     """Target, manifest and pointer: our own output has no uncovered byte."""
     engine, target = load_engine(), tmp_path / NAME
-    engine.convert(request_for(DATA / "zero2_tiny", target, to=to, verify=level, **needed_by(to)))
+    source = DATA / "zero2_tiny"
+    if to is TargetFormat.MEGATRON:
+        source = MegatronRun(tensor=2).save_torch_dist(tmp_path.parent / "megatron")
+    engine.convert(request_for(source, target, to=to, verify=level, **needed_by(to)))
     assert engine.verify(str(target)).ok
     missed: list[tuple[str, int, int]] = []
     count = TARGET_FLIPS // (len(TargetFormat) * len(VerifyLevel))

@@ -79,6 +79,8 @@ OF_OTHERS = {
     "formats/fsdp_ranks/files.py": {"lr_scheduler", "client_state"},
     # Names of Megatron-LM, too.
     "formats/megatron/common.py": {"checkpoint_version"},
+    "formats/megatron/placement.py": {"mp_rank_"},
+    "formats/megatron/ranks_writer.py": {"padded_vocab_size"},
     # Names of Lightning and of Megatron-LM, too.
     "formats/full_state_dict/files.py": {"global_step", "checkpoint_version"},
     # The usual name of an item of torch_checkpointing, too.

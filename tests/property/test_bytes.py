@@ -87,7 +87,11 @@ def test_widening_is_exact(values: list[int]) -> None:
         assert (back[~nan] == np.array(values, np.uint16)[~nan]).all()
 
 
-@pytest.mark.parametrize("to", [t for t in TargetFormat if t not in (TargetFormat.SLIM, TargetFormat.PEFT)])
+_OF_OTHER_SOURCES = (TargetFormat.SLIM, TargetFormat.PEFT, TargetFormat.MEGATRON)
+"""Targets that do not take the sources here."""
+
+
+@pytest.mark.parametrize("to", [t for t in TargetFormat if t not in _OF_OTHER_SOURCES])
 @pytest.mark.parametrize("dtype", [None, WeightDtype.BF16])
 @pytest.mark.parametrize("name", ["zero2_tiny", "zero3_tiny"])
 def test_chunks_put_together_are_the_file(name: str, to: TargetFormat, dtype: WeightDtype | None) -> None:
