@@ -74,6 +74,17 @@ class JoinedEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class RunsEntry:
+    """A tensor of the state dict whose chunks are put together from runs of other tensors, such as vectors of them."""
+
+    path: KeyPath
+    dtype: Dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int, int], ...]], ...]
+    """Offsets and sizes of each chunk, and its runs as in `PRuns`. They tile the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
 class LiteralEntry:
     """A tensor whose bytes are known, such as a step count."""
 
@@ -98,6 +109,7 @@ class OpaqueEntry:
 
 
 StateEntry = TensorEntry | LiteralEntry | ValueEntry | OpaqueEntry
+AnyEntry = StateEntry | JoinedEntry | RunsEntry
 
 
 def key_of(path: KeyPath) -> str:
@@ -250,6 +262,20 @@ class _File:
         self.archives.append((at, template.size_bytes))
         return self.archives[-1]
 
+    def add_runs(self, template: FileTemplate, runs: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+        """Append an archive of one tensor, which runs of others fill; returns its offset and length."""
+        (body,) = template.bodies
+        at, first = self.at + body.offset, len(self.records)
+        found = self.add(template, (runs[0][0],))
+        # In place of the body that `add` made for the whole tensor.
+        self.bodies.pop()
+        for tensor, begin, end in runs:
+            slot = self.slots.setdefault(tensor, len(self.slots))
+            record = None if body.record is None else body.record + first
+            self.bodies.append(replace(body, offset=at, slot=slot, begin=begin, end=end, record=record))
+            at += self.bodies[-1].length_bytes
+        return found
+
     def target(self, path: str) -> TargetFile:
         """The whole file."""
         template = FileTemplate(
@@ -278,7 +304,7 @@ class Shards:
         self._values: dict[object, tuple[Node, FileTemplate, Sequence[int]]] = {}
 
     def lay_out(
-        self, entries: Sequence[StateEntry | JoinedEntry], *, folder: str = "", counters: Mapping[str, int] = _NONE
+        self, entries: Sequence[AnyEntry], *, folder: str = "", counters: Mapping[str, int] = _NONE
     ) -> list[TargetFile]:
         """The files of one directory; `.metadata`, without which nothing is loaded, is the last one.
 
@@ -300,6 +326,8 @@ class Shards:
         for number, entry in enumerate(entries):
             if isinstance(entry, TensorEntry | JoinedEntry):
                 saved[number] = self._tensor(entry, files)
+            elif isinstance(entry, RunsEntry):
+                saved[number] = self._runs(entry, files)
             elif isinstance(entry, OpaqueEntry):
                 saved[number] = self._opaque(entry, files)
         prefix = f"{folder}/" if folder else ""
@@ -308,8 +336,9 @@ class Shards:
         metadata = metadata_bytes([saved[number] for number in range(len(entries))], names, counters)
         return [*laid, TargetFile(f"{prefix}{METADATA_FILE}", literal_template(metadata), (), commit=True)]
 
-    def _count(self, entries: Sequence[StateEntry | JoinedEntry]) -> int:
-        size = sum(prod(e.shape) * e.dtype.itemsize_bytes for e in entries if isinstance(e, TensorEntry | JoinedEntry))
+    def _count(self, entries: Sequence[AnyEntry]) -> int:
+        plain = (e for e in entries if isinstance(e, TensorEntry | JoinedEntry | RunsEntry))
+        size = sum(prod(e.shape) * e.dtype.itemsize_bytes for e in plain)
         size += sum(prod(e.tensor.shape) for e in entries if isinstance(e, OpaqueEntry))  # a byte for an element
         return self._options.files or min(MOST_DEFAULT_FILES, max(1, -(-size // _FILE_BYTES)))
 
@@ -356,6 +385,14 @@ class Shards:
             offset, length = files[place].add(self._chunk(dtype, sizes), (part.tensor,), start * row)
             found.append(Chunk(offsets, sizes, place, offset, length))
         return found
+
+    def _runs(self, entry: RunsEntry, files: Sequence[_File]) -> Saved:
+        chunks: list[Chunk] = []
+        for offsets, sizes, runs in entry.chunks:
+            place = min(range(len(files)), key=lambda i: files[i].at)
+            offset, length = files[place].add_runs(self._chunk(entry.dtype, sizes), runs)
+            chunks.append(Chunk(offsets, sizes, place, offset, length))
+        return Saved(entry.path, entry.dtype, entry.shape, tuple(chunks))
 
     def _opaque(self, entry: OpaqueEntry, files: Sequence[_File]) -> Saved:
         """The chunks of a tensor of a class of its own."""

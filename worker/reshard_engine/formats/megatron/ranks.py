@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import lcm, prod
 
 from reshard.errors import listed, printable
@@ -152,14 +153,20 @@ class GradientBuffer:
         return sorted(found)
 
 
-def clipped(runs: Runs, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The elements `[begin, end)` of runs that lie one after another."""
-    at = 0
-    for tensor, first, last in runs:
-        low, high = max(begin, at), min(end, at + last - first)
-        if low < high:
-            yield (tensor, 0, high - low) if tensor == ZEROS else (tensor, first + low - at, first + high - at)
-        at += last - first
+def cut_at(runs: Runs, edges: Sequence[int]) -> Iterator[Runs]:
+    """Runs that lie one after another, cut at these elements: the first edge is 0, the last one their end."""
+    found: list[tuple[int, int, int]] = []
+    at, rest = 0, iter(runs)
+    tensor, first, last = 0, 0, 0
+    for end in edges[1:]:
+        while at < end:
+            if first == last:
+                tensor, first, last = next(rest)
+            length = min(end - at, last - first)
+            found.append((tensor, 0, length) if tensor == ZEROS else (tensor, first, first + length))
+            at, first = at + length, first + length
+        yield tuple(found)
+        found.clear()
 
 
 def padded_rows(common: CommonState, rows: int, tensor: int, divisor: int | None) -> int:
@@ -425,12 +432,12 @@ class LocalModels:
             chunks: list[tuple[tuple[int, ...], tuple[int, ...], Runs]] = []
             step = prod(shape[cut.dim + 1 :]) * prod(shape[: cut.dim])
             for rank, one in enumerate(held):
-                at = 0
-                for part in parts(cut, shape[cut.dim], self.run.tensor, rank):
+                inside = parts(cut, shape[cut.dim], self.run.tensor, rank)
+                edges = [0, *accumulate(part.width * step for part in inside)]
+                for part, runs in zip(inside, cut_at(one.weight, edges), strict=True):
                     offsets = (*zero[: cut.dim], part.start, *zero[cut.dim + 1 :])
                     sizes = (*shape[: cut.dim], part.width, *shape[cut.dim + 1 :])
-                    chunks.append((offsets, sizes, tuple(clipped(one.weight, at, at + part.width * step))))
-                    at += part.width * step
+                    chunks.append((offsets, sizes, runs))
             yield WholePart(name, shape, held[0].dtype, chunks)
 
     # Elements.

@@ -23,8 +23,7 @@ from reshard.models.jobs import ConvertRequest
 from reshard.options import MegatronOptions, NativeLayout
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.carried import AS_ASKED, named
-from reshard_engine.formats.dcp_files.shards import JoinedEntry, OpaqueEntry, StateEntry, ValueEntry
-from reshard_engine.formats.dcp_files.tensors import OpaqueChunk, OpaqueTensor
+from reshard_engine.formats.dcp_files.shards import AnyEntry, RunsEntry, ValueEntry
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import GROUPS, read_groups, written_items
 from reshard_engine.formats.megatron.legacy import LEGACY, MODEL_FILE, OPTIMIZER_FILE
@@ -37,7 +36,7 @@ from reshard_engine.formats.megatron.ranks import (
     Held,
     LocalModels,
     WholePart,
-    clipped,
+    cut_at,
     with_extra_states,
 )
 from reshard_engine.formats.megatron.writer import NO_OPTIMIZER, NO_RANDOM, Layout, TorchDistWriter
@@ -299,7 +298,7 @@ def _plain(models: LocalModels, rank: Rank, optimizer: Node, *, of_experts: bool
 # `dp_reshardable`.
 
 
-def model_entries(models: LocalModels, entry_of: Callable[[str], Entry]) -> Iterator[StateEntry]:
+def model_entries(models: LocalModels, entry_of: Callable[[str], Entry]) -> Iterator[AnyEntry]:
     """The model's own tensors in the order of the model, in the chunks of tensor-parallel ranks.
 
     The chunks show how parameters are cut, which the vectors of buckets do not.
@@ -321,19 +320,16 @@ def model_entries(models: LocalModels, entry_of: Callable[[str], Entry]) -> Iter
         if len(kinds) > 1 or len(members) != prod(front):
             raise LayoutError(f"the {len(members)} parameters of {printable(key)} differ in shape or type")
         first = next(iter(members.values()))
+        ones = (1,) * len(front)
         chunks = [
-            OpaqueChunk(
-                (*index, *offsets),
-                (*(1,) * len(front), *sizes),
-                PRuns(first.dtype.name, (*(1,) * len(front), *sizes), runs),
-            )
+            ((*index, *offsets), (*ones, *sizes), runs)
             for index, part in members.items()
             for offsets, sizes, runs in part.chunks
         ]
-        yield OpaqueEntry((key,), OpaqueTensor("model", first.dtype, (*front, *first.shape), tuple(chunks)))
+        yield RunsEntry((key,), first.dtype, (*front, *first.shape), tuple(chunks))
 
 
-def bucket_entries(models: LocalModels, optimizers: Sequence[Node]) -> Iterator[StateEntry]:
+def bucket_entries(models: LocalModels, optimizers: Sequence[Node]) -> Iterator[AnyEntry]:
     """The vectors of all buckets of all ranks, and beside them the param groups and the lengths of buckets.
 
     Args:
@@ -352,8 +348,8 @@ def bucket_entries(models: LocalModels, optimizers: Sequence[Node]) -> Iterator[
             head = f"{owner.head}gbuf_idx_{number}.dtype_(torch.{buffer.dtype}, torch.{buffer.gradients})"
             for bucket in range(len(buffer.buckets)):
                 for state in buffer.states():
-                    vector = _vector(buffer, bucket, state, owner.ranks)
-                    yield OpaqueEntry((f"{head}.bucket_idx_{bucket}.{_saved_name(state)}",), vector)
+                    key = f"{head}.bucket_idx_{bucket}.{_saved_name(state)}"
+                    yield _vector(key, buffer, bucket, state, owner.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,14 +372,12 @@ def _lengths(buffer: GradientBuffer, *, unpadded: bool) -> Node:
     return PDict([_of_types(buffer), PList([b.unpadded if unpadded else b.numel for b in buffer.buckets])])
 
 
-def _vector(buffer: GradientBuffer, bucket: int, state: str, ranks: int) -> OpaqueTensor:
+def _vector(key: str, buffer: GradientBuffer, bucket: int, state: str, ranks: int) -> RunsEntry:
     """One state of a bucket, in chunks as the ranks of the run would save them."""
-    runs = buffer.runs(bucket, state)
-    chunks = [
-        OpaqueChunk((begin,), (end - begin,), PRuns(FLOAT32.name, (end - begin,), tuple(clipped(runs, begin, end))))
-        for begin, end in pairwise(buffer.edges(bucket, ranks))
-    ]
-    return OpaqueTensor("vector", FLOAT32, (buffer.buckets[bucket].unpadded,), tuple(chunks))
+    edges = buffer.edges(bucket, ranks)
+    cuts = zip(pairwise(edges), cut_at(buffer.runs(bucket, state), edges), strict=True)
+    chunks = tuple(((begin,), (end - begin,), runs) for (begin, end), runs in cuts)
+    return RunsEntry((key,), FLOAT32, (buffer.buckets[bucket].unpadded,), chunks)
 
 
 def _owners(models: LocalModels) -> Iterator[_Owner]:
@@ -473,10 +467,10 @@ class _OneLayout(Layout):
 class _Buckets(_OneLayout):
     """`torch_dist` with the optimizer in buckets."""
 
-    def _model(self) -> Iterator[StateEntry | JoinedEntry]:
+    def _model(self) -> Iterator[AnyEntry]:
         yield from model_entries(self._ranks, self._facts.rules.entry_of)
 
-    def _optimizer(self) -> Iterator[StateEntry | JoinedEntry]:
+    def _optimizer(self) -> Iterator[AnyEntry]:
         if optimizers := self._optimizers():
             yield from bucket_entries(self._ranks, [mapping_of(one) for one in optimizers])
 

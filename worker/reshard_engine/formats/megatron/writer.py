@@ -28,7 +28,7 @@ from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import MegatronOptions, NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.carried import AS_ASKED, frozen_parameters, named
-from reshard_engine.formats.dcp_files.shards import JoinedEntry, Part, ShardOptions, Shards, StateEntry, ValueEntry
+from reshard_engine.formats.dcp_files.shards import AnyEntry, JoinedEntry, Part, ShardOptions, Shards, ValueEntry
 from reshard_engine.formats.megatron.common import CommonState, optimizers_for, written_items
 from reshard_engine.formats.megatron.model import (
     COMMON,
@@ -150,7 +150,7 @@ class Layout:
     def target(self, name: str) -> TargetLayout:
         """All files, with the tracker of the run beside them."""
         opaque = self._request.opaque
-        entries: list[StateEntry | JoinedEntry] = [*self._model(), *self._optimizer()]
+        entries: list[AnyEntry] = [*self._model(), *self._optimizer()]
         entries += [*self._extra_states(), *self._random_states()]
         common = self._common()
         as_file = self._options.common_state is CommonStatePlace.FILE
@@ -252,7 +252,7 @@ class Layout:
 
     # Tensors.
 
-    def _model(self) -> Iterator[StateEntry | JoinedEntry]:
+    def _model(self) -> Iterator[AnyEntry]:
         """The model's own tensors."""
         exclude = self._request.exclude_frozen
         if exclude:
@@ -262,7 +262,7 @@ class Layout:
         found |= {b.fqn: self._plain(b.tensor) for b in self._checkpoint.buffers}
         yield from self._entries("", found)
 
-    def _optimizer(self) -> Iterator[StateEntry | JoinedEntry]:
+    def _optimizer(self) -> Iterator[AnyEntry]:
         """Masters and moments.
 
         Raises:
