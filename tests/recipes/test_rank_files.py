@@ -1,4 +1,4 @@
-"""The commands of the recipes for files of ranks and for one's own script, as they stand there, on small stand-ins."""
+"""The commands of recipes without a training script, as they stand there, on small stand-ins."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import reshard
+from house.megatron_runs import MegatronRun
 from house.promises import command
 from house.repository import ROOT, code_blocks
 from house.saves import LAUNCHERS, same
@@ -113,3 +114,24 @@ def test_ones_own_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for number, states in first["optimizer"]["state"].items():
         assert all(torch.equal(states[k], again["optimizer"]["state"][number][k]) for k in states), number
     assert same(tmp_path / "run-zero", tmp_path / "run-fsdp")
+
+
+def test_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = {"transformer_impl": "local", "moe_grouped_gemm": False, "accumulate_allreduce_grads_in_fp32": True}
+    MegatronRun(tensor=2, pipeline=2, said=local).save_torch_dist(tmp_path / "runs" / "gpt")
+    MegatronRun(experts=4, expert_ranks=4, data=4, said=local).save_torch_dist(tmp_path / "runs" / "moe")
+    for name in ("gpt", "moe"):
+        (tmp_path / "runs" / name / "latest_checkpointed_iteration.txt").write_text("7")
+    _run("megatron.md", tmp_path, monkeypatch)
+    runs = tmp_path / "runs"
+    for source, results in {"gpt": ("gpt-any", "gpt-ranks"), "moe": ("moe-ep2", "moe-ep1")}.items():
+        assert [r for r in results if not _same_tensors(runs / source, runs / r)] == []
+    assert (runs / "gpt-any" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    assert (runs / "gpt-ranks" / "iter_0000007" / "mp_rank_01" / "distrib_optim.pt").exists()
+    assert (tmp_path / "weights" / "model.safetensors").exists()
+
+
+def _same_tensors(one: Path, other: Path) -> bool:
+    """True if nothing differs but whether experts have groups of their own."""
+    found = reshard.diff(one, other, progress=False)
+    return [d.name for d in found.differences if not d.name.endswith("/is_expert_parallel")] == []

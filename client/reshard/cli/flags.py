@@ -53,7 +53,7 @@ TARGET_FIXES: Mapping[str, str] = {
     "gguf": "--to safetensors --model-files DIR, then llama.cpp's convert_hf_to_gguf.py (DIR: config and tokenizer)",
     "torchtitan": "--to dcp --framework torchtitan",
     **{name: f"--to fsdp_ranks --rank-framework {name} --dp N" for name in ("verl", "skyrl")},
-    "megatron": "--to zero --dp N, or --to universal (Megatron-DeepSpeed); files of Megatron Core are not written",
+    "megatron-deepspeed": "--to zero --dp N, or --to universal",
 }
 """Names that people type for a target and that need more words, and these words."""
 
