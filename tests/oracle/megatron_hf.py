@@ -21,18 +21,30 @@ from oracle import megatron_cpu
 from oracle.dcp_models import start_world
 
 TOKENS, LAYERS, HIDDEN, HEADS, LENGTH = 90, 3, 64, 4, 12
+ROPE, SCALE = 5000, 4.0
+"""Base of the rotary embedding, and the scale of Llama 3's. No number here is the default of transformers."""
+_LAYER_NORM: Mapping[str, Any] = {
+    "normalization": "LayerNorm", "add_bias_linear": True, "ffn_hidden_size": 256, "layernorm_epsilon": 3e-5,
+}  # fmt: skip
 _SWIGLU: Mapping[str, Any] = {
     "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "num_query_groups": 2,
-    "ffn_hidden_size": 80, "layernorm_epsilon": 1e-6,
+    "ffn_hidden_size": 80, "layernorm_epsilon": 3e-5,
 }  # fmt: skip
 _MOE: Mapping[str, Any] = {
-    **_SWIGLU, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24,
+    **_SWIGLU, "num_moe_experts": 4, "moe_router_topk": 3, "moe_ffn_hidden_size": 24,
     "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather",
 }  # fmt: skip
+_MLA: Mapping[str, Any] = {
+    **_MOE, "num_query_groups": None, "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 20,
+    "kv_lora_rank": 24, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "rotary_base": ROPE,
+    "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 48, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5, "layernorm_epsilon": 1e-6,
+}  # fmt: skip
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": {"normalization": "LayerNorm", "add_bias_linear": True, "ffn_hidden_size": 256},
-    "starcoder2": {"normalization": "LayerNorm", "ffn_hidden_size": 256, "num_query_groups": 2},
+    "gpt2": _LAYER_NORM,
+    "starcoder2": {**_LAYER_NORM, "num_query_groups": 2},
     "llama": _SWIGLU,
+    "llama3": _SWIGLU,
     "mistral": {**_SWIGLU, "kv_channels": 24},
     "qwen2": {**_SWIGLU, "add_qkv_bias": True},
     "qwen3": {**_SWIGLU, "qk_layernorm": True, "kv_channels": 24},
@@ -42,16 +54,16 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "moe_router_pre_softmax": True,
     },
     "qwen3-moe": {**_MOE, "qk_layernorm": True},
-    "deepseek-v3": {
-        **_MOE, "num_query_groups": None, "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 20,
-        "kv_lora_rank": 24, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "rope_type": "rope",
-        "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 48, "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5,
+    "deepseek-v3": {**_MLA, "rope_type": "rope", "mscale_all_dim": 0.0},
+    "deepseek-yarn": {
+        **_MLA, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 8,
+        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.9,
     },
 }  # fmt: skip
 """Fields of `TransformerConfig` by family; StarCoder 2 is that of the page on rules.
 
-Heads of Mistral and Qwen 3 are no part of the hidden size."""
+`llama3` and `deepseek-yarn` have scaled rotary embeddings; heads of Mistral and Qwen 3 are no part of the hidden size.
+"""
 TIED = ("gpt2", "qwen2", "starcoder2")
 """The models whose head is the embedding."""
 
@@ -79,7 +91,7 @@ def _config(family: str, tp: int) -> Any:
 def _args(family: str, config: Any, tp: int, padded: int) -> Namespace:
     """What Megatron-LM's `argparse` has; fields of the configuration have the same names there, but for these."""
     gpt, experts, gated = family == "gpt2", config.num_moe_experts, config.gated_linear_unit
-    renamed = {"gated_linear_unit", "num_moe_experts", "layernorm_epsilon", "add_bias_linear"}
+    renamed = {"rotary_base", "gated_linear_unit", "num_moe_experts", "layernorm_epsilon", "add_bias_linear"}
     names = set(MODELS[family]) - renamed
     return Namespace(
         **{
@@ -91,9 +103,10 @@ def _args(family: str, config: Any, tp: int, padded: int) -> Namespace:
         },
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, group_query_attention=not gpt,
         swiglu=gated, num_experts=experts,
-        add_bias_linear=config.add_bias_linear, norm_epsilon=config.layernorm_epsilon, rotary_base=10000,
+        add_bias_linear=config.add_bias_linear, norm_epsilon=config.layernorm_epsilon, rotary_base=ROPE,
         rotary_percent=1.0, rotary_interleaved=False, position_embedding_type="learned_absolute" if gpt else "rope",
-        use_rope_scaling=False, max_position_embeddings=LENGTH, seq_length=LENGTH, openai_gelu=False,
+        use_rope_scaling=family == "llama3", rope_scaling_factor=SCALE,
+        max_position_embeddings=LENGTH, seq_length=LENGTH, openai_gelu=False,
         bias_gelu_fusion=False, squared_relu=False, quick_geglu=False, apply_layernorm_1p=False, window_size=None,
         untie_embeddings_and_output_weights=family not in TIED, padded_vocab_size=padded, vocab_size=TOKENS,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=1, expert_model_parallel_size=1,
@@ -140,7 +153,7 @@ def _model(family: str, tp: int) -> tuple[Any, Any, int]:
     torch.manual_seed(3)
     model_parallel_cuda_manual_seed(3)
     config, padded = _config(family, tp), -(-TOKENS // (8 * tp)) * 8 * tp
-    if family == "deepseek-v3":
+    if config.multi_latent_attention:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
         mla: Any = import_module("megatron.core.transformer.multi_latent_attention")
         for name in ("TEColumnParallelLinear", "TELinear"):
@@ -154,7 +167,8 @@ def _model(family: str, tp: int) -> tuple[Any, Any, int]:
         )  # fmt: skip
     model: Any = GPTModel(
         config, spec, padded, LENGTH, share_embeddings_and_output_weights=family in TIED,
-        position_embedding_type="learned_absolute" if family == "gpt2" else "rope",
+        position_embedding_type="learned_absolute" if family == "gpt2" else "rope", rotary_base=ROPE,
+        rope_scaling=family == "llama3", rope_scaling_factor=SCALE,
     ).eval()  # fmt: skip
     return model, config, padded
 

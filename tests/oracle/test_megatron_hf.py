@@ -28,7 +28,7 @@ needs_megatron = pytest.mark.skipif(
 )
 PAGE = Path(__file__).parents[2] / "docs" / "formats" / "megatron-hf.md"
 SAID = {
-    "llama": "llama", "mistral": "mistral",
+    "llama": "llama", "llama3": "llama", "mistral": "mistral",
     "starcoder2": PAGE.read_text().partition("```yaml\n")[2].partition("```")[0],
 }  # fmt: skip
 """Families whose names are equal, of which the user says which it is; and the rules of the page on rules."""

@@ -401,6 +401,38 @@ def test_models_that_do_not_fit_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[]", "not a JSON object"),
+        ('{"num_attention_heads": 4', "not valid JSON"),
+        ('{"num_attention_heads": 4, "num_attention_heads": 8}', "twice"),
+        ('{"model_type": ["llama"], "num_attention_heads": 4}', "no rules are there"),
+        ('{"model_type": "llama", "num_attention_heads": "4"}', "how many heads"),
+        ('{"model_type": "llama", "num_attention_heads": -4}', "how many heads"),
+        ('{"model_type": "llama", "num_attention_heads": true}', "how many heads"),
+        ('{"model_type": "llama", "num_attention_heads": 1000000000000000000000}', "do not fit"),
+        (" " * (1 << 20) + "{}", "not a JSON object"),
+    ],
+)
+def test_a_configuration_that_is_damaged_or_hostile_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    source = saved(model("llama"), tmp_path / "hf")
+    (source / "config.json").write_text(text)
+    with pytest.raises(reshard.ReshardError, match=why):
+        megatron_names(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_groups_than_a_view_has_boxes_are_refused(tmp_path: Path) -> None:
+    tensors = model("llama", layers=1)
+    for name, rows in (("q", 6000), ("k", 6000), ("v", 6000)):
+        tensors[f"model.layers.0.self_attn.{name}_proj.weight"] = torch.zeros(rows, 32)
+    tensors["model.layers.0.self_attn.o_proj.weight"] = torch.zeros(32, 6000)
+    source = saved(tensors, tmp_path / "hf", {"model_type": "llama", "num_attention_heads": 6000})
+    with pytest.raises(RequestError, match="boxes"):
+        megatron_names(source, tmp_path / "out")
+
+
 def test_parts_of_different_types_are_refused(tmp_path: Path) -> None:
     tensors = model("llama")
     name = "model.layers.0.self_attn.v_proj.weight"

@@ -472,8 +472,8 @@ class _Renaming:
         else:
             self._require_packed(number)
             new = (length, *rest)
-            boxes = tuple(Box(number, shape, (s.whole, *zero), (s.at, *zero), (s.rows, *rest)) for s in mine)
-            found = self._add(LogicalTensor(name, tensor.state, tensor.dtype, new), View(new, boxes))
+            boxes = [Box(number, shape, (s.whole, *zero), (s.at, *zero), (s.rows, *rest)) for s in mine]
+            found = self._add(LogicalTensor(name, tensor.state, tensor.dtype, new), _view(name, new, boxes))
         return self._turned(found, name) if turned else found
 
     # Its parts, joined.
@@ -527,16 +527,16 @@ class _Renaming:
             for number in numbers:
                 self._require_packed(number)
             rest, zero = shape[1:], (0,) * (len(shape) - 1)
-            boxes = tuple(
+            boxes = [
                 Box(
                     numbers[s.part],
                     tensors[s.part].shape,
                     *((ends[::-1] if turned else ends) for ends in ((s.at, *zero), (s.whole, *zero), (s.rows, *rest))),
                 )
                 for s in places
-            )
+            ]
             new = shape[::-1] if turned else shape
-            found = self._add(LogicalTensor(name, tensors[0].state, tensors[0].dtype, new), View(new, boxes))
+            found = self._add(LogicalTensor(name, tensors[0].state, tensors[0].dtype, new), _view(name, new, boxes))
         return self._turned(found, name) if turned else found
 
     def agree(self, alias: str, owner: str) -> None:
@@ -631,6 +631,19 @@ class _Renaming:
             shared={},
             copies={},
         )
+
+
+def _view(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> View:
+    """A view of these boxes.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for more boxes than a view may have.
+    """
+    try:
+        return View(shape, tuple(boxes))
+    except ValueError as error:
+        text = f"{printable(name)} cannot be put together: {error}"
+        raise RequestError("request.unsatisfiable", text, fix="--names is for models with fewer groups") from error
 
 
 # `config.json` from the arguments of a run.
