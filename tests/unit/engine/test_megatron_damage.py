@@ -102,6 +102,14 @@ def test_shifted_states_are_repaired(run: ShiftedRun, tmp_path: Path) -> None:
     judge(run, tmp_path)
 
 
+def test_layouts_that_differ_in_padding_alone_are_one(tmp_path: Path) -> None:
+    """Buckets at multiples of 128 or of 65,536, unsaid: of the experts behind the first bucket nothing is left."""
+    run = ShiftedRun(
+        tensor=2, expert_ranks=2, layers=2, experts=2, hidden=4, vocabulary=8, rows=8, bucket=17, seed=0
+    )  # fmt: skip
+    judge(run, tmp_path)
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> ShiftedRun:
     pipeline = draw(st.sampled_from([1, 1, 2]))
@@ -127,7 +135,7 @@ def runs(draw: st.DrawFn) -> ShiftedRun:
 
 
 @given(run=runs())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_layout_is_repaired_but_for_what_it_lost(run: ShiftedRun) -> None:
     with tempfile.TemporaryDirectory() as place:
         judge(run, Path(place))

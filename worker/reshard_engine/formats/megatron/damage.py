@@ -45,7 +45,7 @@ from reshard_engine.formats.megatron.buffers import (
     slots_of,
 )
 from reshard_engine.formats.megatron.common import CommonState
-from reshard_engine.formats.megatron.model import DAMAGED, MegatronFacts
+from reshard_engine.formats.megatron.model import DAMAGED, NOT_THOSE, MegatronFacts
 from reshard_engine.formats.megatron.placement import Run
 from reshard_engine.tensors.cuts import Cut, joined, local_grid, parts, rows_of, taken
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
@@ -72,7 +72,6 @@ _SHIFTED = (
 )
 _REPAIR = f"--damaged repair puts back what the files hold, and says what they lost; {_DROP}"
 _NOT_SHIFTED = ": these are not the states that Megatron-core shifts when it saves (Megatron-LM#5077)"
-_OTHERS = f"the states are those of another save, or at other places than Megatron-core puts them: {_DROP}"
 
 
 # Where a save took its slices: pure arithmetic.
@@ -435,10 +434,10 @@ def _found_way(held: _Parts, buffer: ShiftedBuffer) -> Way | None:
                 DAMAGED,
                 f"the masters of {printable(name)} do not round to its weights, and none of "
                 f"{counted(len(buffer.ways), 'layout')} of the buffer ({buffer.where}) explains it{_NOT_SHIFTED}",
-                fix=_OTHERS,
+                fix=NOT_THOSE,
             )
     # Layouts that take every element from the same place are one.
-    differing = {tuple(explained(way, name) for name in names): way for way in reversed(alive)}
+    differing = {tuple(explained(way, name)[1] for name in names): way for way in reversed(alive)}
     if len(differing) > 1:
         raise SourceError(
             DAMAGED,
@@ -510,12 +509,12 @@ class SuspectFacts(MegatronFacts):
         if isinstance(self.shifts, str):
             return f"; the buffers of the run are not known: {self.shifts}", _DROP
         if self.shifts is None:
-            return _NOT_SHIFTED, _OTHERS
+            return _NOT_SHIFTED, NOT_THOSE
         try:
             explained = {*_explained_by_shifts(_Parts(checkpoint, self.saved, self.shifts.cuts), self.shifts)}
         except SourceError:
-            return _NOT_SHIFTED, _OTHERS
-        return (_SHIFTED, _REPAIR) if names <= explained else (_NOT_SHIFTED, _OTHERS)
+            return _NOT_SHIFTED, NOT_THOSE
+        return (_SHIFTED, _REPAIR) if names <= explained else (_NOT_SHIFTED, NOT_THOSE)
 
     def caution(self) -> str | None:
         """A note for a save whose states may be shifted, found without reading any; None if they cannot be."""
@@ -601,7 +600,7 @@ def repaired(checkpoint: Checkpoint, facts: SuspectFacts, request: ConvertReques
     where = "the weight of that name"
     proven = tuple(
         Agreement(
-            name, MASTER, number, _weight_of(held, name), where, rounded=True, every=True, fix=_OTHERS, code=DAMAGED
+            name, MASTER, number, _weight_of(held, name), where, rounded=True, every=True, fix=NOT_THOSE, code=DAMAGED
         )
         for name, number in numbers.items()
     )

@@ -24,12 +24,7 @@ COMMON, COMMON_ENTRY = "common.pt", "common_state"
 RANDOM = "rng_state"
 _EXTRA_REASON = "extra states of modules, which only Megatron-core reads: they hold scales of FP8, or nothing"
 DAMAGED = "checkpoint.damaged"
-_DAMAGED_FIX = (
-    "--damaged drop-optimizer takes the weights alone, which are right; or resume from an older checkpoint. "
-    "Megatron-core 0.15.3 to 0.19.2 saves such states where a gradient buffer has several padded buckets "
-    "(Megatron-LM#5077)"
-)
-_NOT_THOSE = (
+NOT_THOSE = (
     "the optimizer states are at other places than Megatron-core puts them, or are those of another save: "
     "--damaged drop-optimizer takes the weights alone"
 )
@@ -261,13 +256,11 @@ class ModelBuilder:
 
     def roundings(self) -> Iterable[Agreement]:
         """Agreements that find states of other weights: each weight in the model's dtype is its rounded master."""
-        # Megatron-core itself saves such states at wrong places.
-        damage = self._common.sharding_type == "fully_reshardable"
         for name, states in self.states.items():
             if "fp32" in states and name in self.weights:
                 yield Agreement(
                     name, "fp32", states["fp32"], self.weights[name], "the weight of that name", rounded=True,
-                    fix=_DAMAGED_FIX if damage else _NOT_THOSE, code=DAMAGED,
+                    fix=NOT_THOSE, code=DAMAGED,
                 )  # fmt: skip
 
     def warnings(self) -> Iterable[str]:
