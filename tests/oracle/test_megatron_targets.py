@@ -39,11 +39,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "experts": {"model": "moe", "dp": 2, "ep": 2},
     "moe": {"model": "moe", "dtype": "bf16"},
     "plain": {"dtype": "bf16", "tp": 2, "plain": True},
+    "scaled": {"model": "gpt", "dtype": "fp16", "tp": 2},
 }
 _MODEL = re.compile(r"/model\d*$")
 LAYOUT = ("tp", "pp", "dp", "ep", "vpp")
 FORMS = ("torch", "dp_reshardable", "fully_reshardable")
-ROUNDING = {"fp32": 2e-6, "bf16": 5e-3}
+ROUNDING = {"fp32": 2e-6, "bf16": 5e-3, "fp16": 5e-3}
 """The largest differences of losses near 4.6 when partial sums are added in another order."""
 
 
@@ -131,6 +132,7 @@ def goes_on(worlds: Worlds, before: Trained, form: str, layout: dict[str, Any], 
         ("experts", "fully_reshardable", {"pp": 2, "dp": 2, "ep": 2}),
         ("moe", "torch", {"dp": 2, "ep": 2}),
         ("plain", "torch", {"pp": 2}),
+        ("scaled", "dp_reshardable", {"pp": 2}),
     ],
 )
 def test_directories_of_ranks_go_on(
@@ -152,6 +154,7 @@ def test_directories_of_ranks_go_on(
         ("experts", "dp_reshardable", {}),
         ("experts", "torch", {"pp": 2, "dp": 2, "ep": 2}),
         ("moe", "fully_reshardable", {"dp": 2, "ep": 2}),
+        ("scaled", "torch", {"dp": 2}),
     ],
 )
 def test_buckets_of_another_layout_go_on(

@@ -219,6 +219,32 @@ def test_an_unknown_parameter_has_the_order_of_a_legacy_file_alone(tmp_path: Pat
     assert keys_of(models_of(changed, run, saved_order=True)) == [*names]
 
 
+def test_stages_with_other_counts_of_layers(tmp_path: Path) -> None:
+    run = MegatronRun(layers=4)
+    said = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}
+    models = models_of(checkpoint_of(run, tmp_path), replace(run, pipeline=2), **said)
+    layers = [
+        [{key.split(".")[2] for key in keys_of(models, Rank(stage, 0, 0)) if key.startswith("decoder.layers.")}]
+        for stage in range(2)
+    ]
+    assert layers == [[{"0"}], [{"0", "1", "2"}]]
+    head = "decoder.layers.0.input_layernorm.weight"
+    assert [next(h.name for c in models.chunks(Rank(s, 0, 0)) for h in c if h.key == head) for s in range(2)] == [
+        head, "decoder.layers.1.input_layernorm.weight",
+    ]  # fmt: skip
+
+
+def test_a_parameter_that_no_gradient_reached_has_the_first_states(tmp_path: Path) -> None:
+    run = MegatronRun(layers=1)
+    checkpoint = checkpoint_of(run, tmp_path)
+    first = checkpoint.parameters[0]
+    bare = replace(first, states={"fp32": first.states["fp32"]}, never_updated=True)
+    models = models_of(replace(checkpoint, parameters=(bare, *checkpoint.parameters[1:])), run)
+    held = models.chunks(FIRST)[0][0]
+    assert held.states["exp_avg"] == held.states["exp_avg_sq"] == ((ZEROS, 0, held.numel),)
+    assert models.buffers(FIRST)[0].states() == ["fp32", "exp_avg", "exp_avg_sq"]
+
+
 def test_states_that_differ_are_refused(tmp_path: Path) -> None:
     run = MegatronRun(layers=1)
     checkpoint = checkpoint_of(run, tmp_path)

@@ -188,6 +188,41 @@ def test_states_without_a_place_in_directories_are_refused(tmp_path: Path) -> No
         convert(saved, tmp_path / "iter_0000007", run, ckpt_format="torch")
 
 
+@pytest.mark.parametrize("form", [{"ckpt_format": "torch"}, {"optimizer_sharding": "dp_reshardable"}])
+def test_weights_without_an_optimizer(form: dict[str, Any], tmp_path: Path) -> None:
+    run = MegatronRun(tensor=2)
+    saved = run.save_legacy(tmp_path / "source")
+    for folder in saved.iterdir():
+        (folder / "distrib_optim.pt").unlink()
+        state = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+        torch.save({k: v for k, v in state.items() if k != "optimizer"}, folder / "model_optim_rng.pt")
+    found = tmp_path / "iter_0000007"
+    convert(saved, found, replace(run, tensor=1, pipeline=2), **form)
+    assert not [*found.rglob("distrib_optim.pt")]
+    assert reshard.diff(saved, found).equal
+    assert reshard.verify(found).ok
+
+
+def test_the_loss_scale_goes_along(tmp_path: Path) -> None:
+    """In directories it is beside the groups, in `dp_reshardable` an object of each rank."""
+    run = MegatronRun(tensor=2)
+    saved = run.save_legacy(tmp_path / "source")
+    scaler = {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
+    for folder in saved.iterdir():
+        state = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+        state["optimizer"]["grad_scaler"] = scaler
+        torch.save(state, folder / "model_optim_rng.pt")
+    buckets, found = tmp_path / "buckets", tmp_path / "iter_0000007"
+    convert(saved, buckets, replace(run, tensor=1, pipeline=2), optimizer_sharding="dp_reshardable")
+    objects = {k: v for k, v in chunks_of(buckets).items() if "grad_scaler" in k}
+    assert [*objects] == [f"optimizer.distributed.dp_group_idx_{i}.grad_scaler/shard_0_1 " for i in range(2)]
+    assert all(unequal(value, [scaler]) == [] for value in objects.values())
+    convert(buckets, found, replace(run, tensor=1, pipeline=2), ckpt_format="torch")
+    for folder in found.glob("mp_rank_*"):
+        state = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+        assert unequal(state["optimizer"]["grad_scaler"], scaler) == []
+
+
 def test_padding_rows_are_those_of_the_target(tmp_path: Path) -> None:
     """The source's rows of padding stay as far as the target has rows; more begin as zeros."""
     run = MegatronRun(vocabulary=9, rows=12)

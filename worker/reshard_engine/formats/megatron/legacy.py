@@ -190,6 +190,8 @@ class _Assembly:
             first.common.args,
         )
         self._model = ModelBuilder(self._builder, self._common)
+        if self._carries and (scaler := self._model.scaler) is not None:
+            self._model.scaler = self._trees.carried(scaler, first.parsed)
         self._parts: dict[tuple[str, str], dict[Rank, int]] = {}
         self._copies: dict[tuple[str, str], dict[Rank, int]] = {}
         """Those of the copy of an embedding that the last stage holds."""
