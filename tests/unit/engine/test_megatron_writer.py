@@ -248,3 +248,32 @@ def test_groups_of_experts_that_differ_stay_apart(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="param groups of their own") as caught:
         written(tmp_path / "apart" / STEP, tmp_path / "joined")
     assert "--ep" in (caught.value.fix or "")
+
+
+def test_directories_that_do_not_say_their_layers_need_the_user(tmp_path: Path) -> None:
+    """A norm of its own is saved as joined by local layers, and apart by Transformer Engine before experts."""
+    source = MegatronRun(experts=2, said={"transformer_impl": None}).save_legacy(tmp_path / "saved")
+    with pytest.raises(RequestError, match="do not say transformer_impl"):
+        written(source, tmp_path / "out")
+    keys: dict[str, set[str]] = {}
+    for layers in ("local", "transformer_engine"):
+        (tmp_path / "args.json").write_text(json.dumps({"transformer_impl": layers}))
+        written(source, tmp_path / layers, megatron_args=tmp_path / "args.json")
+        keys[layers] = set(FileSystemReader(str(tmp_path / layers)).read_metadata().state_dict_metadata)
+    apart = {"decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.input_layernorm.weight"}
+    assert apart & keys["local"] == set()
+    assert apart <= keys["transformer_engine"]
+
+
+def test_models_of_no_run_get_the_keys_of_their_layers(tmp_path: Path) -> None:
+    source = MegatronRun(experts=2).save_torch_dist(tmp_path / "saved")
+    reshard.convert(source, tmp_path / "weights", to="safetensors", progress=False)
+    said = {"num_layers": 4, "hidden_size": 10, "num_attention_heads": 2}
+    keys: dict[str, set[str]] = {}
+    for layers in ("local", "transformer_engine"):
+        (tmp_path / "args.json").write_text(json.dumps({**said, "transformer_impl": layers}))
+        written(tmp_path / "weights", tmp_path / layers, megatron_args=tmp_path / "args.json")
+        keys[layers] = set(FileSystemReader(str(tmp_path / layers)).read_metadata().state_dict_metadata)
+    assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in keys["local"]
+    assert "decoder.layers.pre_mlp_layernorm.weight" in keys["transformer_engine"]
+    assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in keys["transformer_engine"]

@@ -85,6 +85,12 @@ class CommonState:
                 return said
         return None
 
+    @property
+    def layers_differ(self) -> bool:
+        """True for a run some of whose layers have experts and others none (`moe_layer_freq`)."""
+        frequency = self.args.get("moe_layer_freq")
+        return isinstance(frequency, PList) or (isinstance(frequency, int) and frequency > 1)
+
     def scaler(self) -> Node:
         """The state of the loss scaler of the first optimizer that has one; None if none has."""
         held = (mapping_items(n, what="optimizer").get(SCALER) for n in _dicts(self.items.get("optimizer")))

@@ -695,8 +695,7 @@ class _Assembly:
         """
         args = self._common.args
         apart = [] if args.get("transformer_impl") == "local" else [(key, name) for key, name in self._keys.items()]
-        frequency = args.get("moe_layer_freq")
-        differ = isinstance(frequency, PList) or (isinstance(frequency, int) and frequency > 1)
+        differ = self._common.layers_differ
         return replace(KeyRules.of(apart), numbered=frozenset({"decoder.layers"} if differ else ()))
 
     def _not_carried(self) -> Iterator[NotCarried]:

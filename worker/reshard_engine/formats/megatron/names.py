@@ -136,6 +136,30 @@ class KeyRules:
         return cls(frozenset(apart), frozenset(numbered))
 
 
+def rules_of_run(names: Iterable[str], *, engine: bool, layers_differ: bool) -> KeyRules:
+    """The rules of a run that has saved nothing yet, by its model.
+
+    Args:
+        names: Its parameters.
+        engine: True for layers of Transformer Engine (`transformer_impl`), which join a norm with the matrix behind it
+            unless there is none of their kind: experts, and the compressed queries of multi-latent attention.
+        layers_differ: True if some layers have experts and others have none.
+
+    Source: megatron-core 0.16.1 `models/gpt/gpt_layer_specs.py` (local layers save all norms as joined ones),
+    `transformer/transformer_block.py` (`sharded_state_dict`: layers that differ have keys of their own).
+    """
+    known = set(names)
+    apart = set[str]()
+    for name in known if engine else ():
+        head, norm, _ = name.rpartition("input_layernorm.")
+        if norm and f"{head}self_attention.linear_qkv.weight" not in known:
+            apart.add(name)
+        head, norm, _ = name.rpartition("pre_mlp_layernorm.")
+        if norm and f"{head}mlp.linear_fc1.weight" not in known:
+            apart.add(name)
+    return KeyRules(frozenset(apart), frozenset({"decoder.layers"} if layers_differ else ()))
+
+
 def name_at(key: str, index: Sequence[int]) -> str:
     """The name of a module's object, such as its extra state, by its key and its place among equal objects."""
     at = iter(index)

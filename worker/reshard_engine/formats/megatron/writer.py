@@ -30,6 +30,7 @@ from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.carried import AS_ASKED, frozen_parameters, named
 from reshard_engine.formats.dcp_files.shards import AnyEntry, JoinedEntry, Part, ShardOptions, Shards, ValueEntry
 from reshard_engine.formats.megatron.common import CommonState, optimizers_for, written_items
+from reshard_engine.formats.megatron.legacy import LEGACY
 from reshard_engine.formats.megatron.model import (
     COMMON,
     COMMON_ENTRY,
@@ -39,6 +40,7 @@ from reshard_engine.formats.megatron.model import (
     TRACKER,
     MegatronFacts,
 )
+from reshard_engine.formats.megatron.names import rules_of_run
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PList, mapping_of, node_of
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
@@ -82,7 +84,7 @@ def facts_for(checkpoint: Checkpoint, options: MegatronOptions) -> MegatronFacts
     if isinstance(facts, MegatronFacts):
         said = {**facts.common.args, **said}
         if facts.of_run:
-            return replace(facts, common=replace(facts.common, args=said))
+            return _of_run(checkpoint, facts, said)
     where = f"{printable(checkpoint.url)} is {checkpoint.format}"
     if not any(_OF_MEGATRON.fullmatch(p.fqn) for p in checkpoint.parameters):
         raise RequestError("request.unsatisfiable", f"{where}, and its names are not Megatron-core's", fix=_HOW)
@@ -98,7 +100,26 @@ def facts_for(checkpoint: Checkpoint, options: MegatronOptions) -> MegatronFacts
             f"{where}, whose param groups are not those of Megatron-core (wd_mult, lr_mult, max_lr, min_lr)",
             fix="--to dcp keeps the optimizer; --to safetensors takes the weights, which --to megatron takes then",
         )
-    return MegatronFacts(CommonState({}, said))
+    common, engine = CommonState({}, said), said["transformer_impl"] != "local"
+    rules = rules_of_run([p.fqn for p in checkpoint.parameters], engine=engine, layers_differ=common.layers_differ)
+    return MegatronFacts(common, rules=rules)
+
+
+def _of_run(checkpoint: Checkpoint, facts: MegatronFacts, args: Mapping[str | int, Node]) -> MegatronFacts:
+    """The facts of a run's own checkpoint with some arguments changed."""
+    facts = replace(facts, common=replace(facts.common, args=args))
+    if checkpoint.format != LEGACY or not facts.rules.norms_apart:
+        return facts
+    # Directories of ranks name these norms alike for local layers, which save them as joined, and for others.
+    if (layers := args.get("transformer_impl")) is None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the arguments of {printable(checkpoint.url)} do not say transformer_impl, which decides the keys of "
+            "norms",
+            fix='--megatron-args FILE with {"transformer_impl": "local"} or "transformer_engine"',
+        )
+    apart = frozenset[str]() if layers == "local" else facts.rules.norms_apart
+    return replace(facts, rules=replace(facts.rules, norms_apart=apart))
 
 
 def said_args(text: str | None) -> dict[str | int, Node]:
