@@ -92,12 +92,11 @@ def lost_of(result: Any) -> dict[str, list[tuple[slice, ...]]]:
     for one in result.not_carried:
         if "nowhere in the files" not in one.reason:
             continue
-        boxes = [
-            tuple(slice(*map(int, part.split(":"))) for part in box.split(", ")) for box in _BOX.findall(one.reason)
-        ]
+        key, _, said = one.path.partition(" (")
+        boxes = [tuple(slice(*map(int, part.split(":"))) for part in box.split(", ")) for box in _BOX.findall(said)]
         numbers = [torch.Size([s.stop - s.start for s in box]).numel() for box in boxes]
-        assert sum(numbers) == int(one.reason.split()[0].replace(",", ""))
-        found[one.path] = boxes
+        assert sum(numbers) == (int(said.split()[0].replace(",", "")) if "element" in said else 0)
+        found[key] = boxes
     return found
 
 

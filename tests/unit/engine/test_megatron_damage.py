@@ -47,10 +47,11 @@ def marked(result: Any, shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     found = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in shapes.items()}
     for one in result.not_carried:
         if "nowhere in the files" in one.reason:
-            boxes = _BOX.findall(one.reason)
-            for box in boxes:
-                found[one.path][tuple(slice(*map(int, part.split(":"))) for part in box.split(", "))] = True
-            assert int(found[one.path].sum()) == int(one.reason.split()[0].replace(",", ""))
+            key, _, said = one.path.partition(" (")
+            for box in _BOX.findall(said):
+                found[key][tuple(slice(*map(int, part.split(":"))) for part in box.split(", "))] = True
+            data = said.split()[0].replace(",", "") if "element" in said else 0
+            assert int(found[key].sum()) == int(data)
     return found
 
 

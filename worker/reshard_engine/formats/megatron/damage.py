@@ -552,11 +552,12 @@ class _Lost:
         return sum(prod(high - low for low, high in box) for box in self.boxes)
 
     def __str__(self) -> str:
-        """The boxes, and how many elements of padding there are."""
+        """How many elements of data in which boxes, and how many of padding."""
         listed_ = [f"[{', '.join(f'{low}:{high}' for low, high in box)}]" for box in self.boxes[:_MOST_BOXES]]
         more = len(self.boxes) - _MOST_BOXES
         boxes = ", ".join(listed_) + (f" and {more} more" if more > 0 else "")
-        return boxes + (f"; and {self.padding} of the padding behind it" if self.padding else "")
+        said = [f"{counted(self.count, 'element')}: {boxes}"] if boxes else []
+        return "; ".join([*said, *([f"{self.padding} of the padding behind it"] if self.padding else [])])
 
 
 def repaired(checkpoint: Checkpoint, facts: SuspectFacts, request: ConvertRequest) -> Checkpoint:
@@ -613,8 +614,8 @@ def repaired(checkpoint: Checkpoint, facts: SuspectFacts, request: ConvertReques
             for p in checkpoint.parameters
         ),
         agreements=(*kept, *proven),
-        warnings=(*checkpoint.warnings, _summary(lost, made)),
-        not_carried=(*checkpoint.not_carried, *_lost_elements(lost, made)),
+        warnings=(*checkpoint.warnings, _summary(lost, made, request)),
+        not_carried=(*checkpoint.not_carried, *_lost_elements(lost, made, request)),
         facts=replace(facts, shifts=None),
     )
 
@@ -642,24 +643,29 @@ def _refuse_unsaid(lost: Mapping[str, _Lost], made: Mapping[str, Mapping[str, in
     )
 
 
-def _summary(lost: Mapping[str, _Lost], made: Mapping[str, Mapping[str, int]]) -> str:
+def _summary(lost: Mapping[str, _Lost], made: Mapping[str, Mapping[str, int]], request: ConvertRequest) -> str:
     count = sum(one.count for one in lost.values())
     said = (
         f"{counted(count, 'element')} of each state are nowhere in the files, and are listed as not carried: masters "
-        "there are the weights, moments are zeros"
+        f"there are the weights{'' if request.to in _WEIGHTS else ', moments are zeros'}"
         if count
         else "the files hold every element"
     )
     return f"--damaged repair put back the optimizer states of {counted(len(made), 'parameter')}; {said}"
 
 
-def _lost_elements(lost: Mapping[str, _Lost], made: Mapping[str, Mapping[str, int]]) -> Iterator[NotCarried]:
+def _lost_elements(
+    lost: Mapping[str, _Lost], made: Mapping[str, Mapping[str, int]], request: ConvertRequest
+) -> Iterator[NotCarried]:
+    """What is nowhere in the files, of the states that the target holds."""
     for name, one in lost.items():
-        for state in made[name] if one.count else ():
-            instead = "taken from the weight" if state == MASTER else "zeros"
+        for state in made[name] if one.count or one.padding else ():
+            if request.to in _WEIGHTS and state != MASTER:
+                continue
+            instead = "masters there are the weight" if state == MASTER else "they are zeros, as asked"
             yield NotCarried(
-                path=f"{printable(name)}/{printable(state)}",
-                reason=f"{counted(one.count, 'element')} are nowhere in the files, and are {instead}: {one}",
+                path=f"{printable(name)}/{printable(state)} ({one})",
+                reason=f"elements that are nowhere in the files: {instead}",
             )
 
 
