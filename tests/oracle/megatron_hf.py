@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from oracle import megatron_cpu
 from oracle.dcp_models import start_world
@@ -206,18 +206,16 @@ def save(family: str, tp: int, out: str) -> None:
     dist_checkpointing.save(state, str(folder), content_metadata={"singleton_local_shards": False})
 
 
-def load(family: str, weights: str, out: str) -> None:
-    """Take weights with the names of Megatron-core on one rank, and save the logits in OUT."""
-    start_world()
+def load(family: str, tp: int, checkpoint: str, out: str) -> None:
+    """Load a checkpoint that has weights alone, and save the logits in OUT."""
+    rank, _ = start_world()
     megatron_cpu.prepare()
-    model, _, padded = _model(family, 1)
-    held = load_file(weights)
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if name in held:
-            held[name] = torch.nn.functional.pad(held[name], (0, 0, 0, padded - len(held[name])))
-    found = model.load_state_dict(held, strict=False)
-    lost = [n for n in found.missing_keys if not n.endswith(("_extra_state", "local_tokens_per_expert"))]
-    tied = ["output_layer.weight"] if family in TIED else []
-    if found.unexpected_keys or lost not in ([], tied):
-        raise ValueError(f"{found.unexpected_keys} are not of the model, {lost} are not there")
-    save_file({"logits": _logits(model)}, out)
+    from megatron.core import dist_checkpointing, parallel_state
+
+    model, _, _ = _model(family, tp)
+    ranks = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=ranks)}, checkpoint)
+    model.load_state_dict(state["model"], strict=True)
+    logits = _logits(model)
+    if rank == 0:
+        save_file({"logits": logits}, out)

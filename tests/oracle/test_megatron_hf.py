@@ -100,7 +100,7 @@ def test_transformers_computes_what_megatron_computed(family: str, tp: int, save
 def test_megatron_computes_what_transformers_computed(
     family: str, saved: Saved, tmp_path: Path, worlds: Worlds
 ) -> None:
-    """Weights that transformers saved, in real megatron-core under the names of `--names megatron-core`."""
+    """Weights that transformers saved, as a checkpoint that real megatron-core loads on two tensor-parallel ranks."""
     convert(saved(family, 2) / "ckpt", tmp_path / "hf", names="hf", hf_rules=SAID.get(family))
     model = transformers_model(tmp_path / "hf")
     generator = torch.Generator().manual_seed(11)
@@ -108,9 +108,11 @@ def test_megatron_computes_what_transformers_computed(
         for tensor in model.parameters():
             tensor.add_(torch.randn(tensor.shape, generator=generator).mul_(0.05))
     model.save_pretrained(tmp_path / "changed")
-    convert(tmp_path / "changed", tmp_path / "megatron", names="megatron-core", hf_rules=SAID.get(family))
-    weights, out = str(tmp_path / "megatron" / "model.safetensors"), str(tmp_path / "logits.safetensors")
-    worlds.run("oracle.megatron_hf:load", world=1, family=family, weights=weights, out=out)
+    (tmp_path / "args.json").write_text('{"transformer_impl": "local"}')
+    target, out = tmp_path / "iter_0000001", tmp_path / "logits.safetensors"
+    options: dict[str, Any] = {"names": "megatron-core", "hf_rules": SAID.get(family)}
+    convert(tmp_path / "changed", target, "megatron", megatron_args=tmp_path / "args.json", **options)
+    worlds.run("oracle.megatron_hf:load", world=2, family=family, tp=2, checkpoint=str(target), out=str(out))
     torch.testing.assert_close(load_file(out)["logits"], logits(model), atol=ROUNDING, rtol=0)
 
 

@@ -37,6 +37,7 @@ from reshard_engine.formats.megatron.huggingface.rules import (
     spans,
     unsaid,
 )
+from reshard_engine.formats.megatron.names import KeyRules
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
@@ -496,6 +497,48 @@ def test_a_model_becomes_a_checkpoint_of_megatron_and_a_model_again(tmp_path: Pa
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(RequestError, match="not those of Hugging Face"):
         reshard.convert(tmp_path / "iter_0000001", tmp_path / "x", to="megatron", names="hf", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("local", "family", "apart"),
+    [
+        (True, "llama", set()),
+        (False, "llama", set()),
+        (True, "mixtral", set()),
+        (False, "mixtral", {"pre_mlp_layernorm"}),
+        (True, "deepseek-v3", {"input_layernorm", "pre_mlp_layernorm"}),
+        (False, "deepseek-v3", {"input_layernorm", "pre_mlp_layernorm"}),
+    ],
+)
+def test_keys_of_norms_are_those_of_the_layers(local: bool, family: str, apart: set[str]) -> None:
+    """As `get_gpt_layer_local_spec` and `get_gpt_layer_with_transformer_engine_spec` of megatron-core 0.16.1 say."""
+    experts = [n for n in filled(families()[family], layers=2, experts=2) if family == "llama" or "mlp.linear" not in n]
+    rules = KeyRules.for_model(experts, local=local)
+    assert {name.split(".")[3] for name in rules.norms_apart} == apart
+    assert not rules.numbered
+
+
+def test_layers_that_differ_get_keys_with_numbers() -> None:
+    names = filled(families()["deepseek-v3"], layers=2, experts=2)
+    names = [n for n in names if ("layers.0" in n and ".mlp.linear" in n) or ("layers.0" not in n or ".mlp." not in n)]
+    names = [n for n in names if not n.startswith("decoder.layers.1.mlp.linear")]
+    rules = KeyRules.for_model(names, local=False)
+    assert rules.numbered == {"decoder.layers"}
+    # Transformer Engine joins the norm with a dense layer, and not with experts.
+    assert {n for n in rules.norms_apart if "pre_mlp" in n} == {"decoder.layers.1.pre_mlp_layernorm.weight"}
+
+
+def test_transformer_engine_has_names_of_its_own_on_the_way_back() -> None:
+    family = families()["deepseek-v3"]
+    parts = [p for m in of_megatron(family, filled(family, layers=1, experts=1))[0] for p in m.parts]
+    local, _ = of_hugging_face(family, parts)
+    engine, _ = of_hugging_face(family, parts, local=False)
+    differ = {(one.megatron, other.megatron) for one, other in zip(local, engine, strict=True) if one != other}
+    attention = "decoder.layers.0.self_attention"
+    assert differ == {
+        (f"{attention}.q_layernorm.weight", f"{attention}.linear_q_up_proj.layer_norm_weight"),
+        (f"{attention}.kv_layernorm.weight", f"{attention}.linear_kv_up_proj.layer_norm_weight"),
+    }
 
 
 def test_the_rules_of_the_page_are_rules() -> None:

@@ -694,9 +694,9 @@ class _Assembly:
         `transformer/transformer_block.py` (`sharded_state_dict`: layers that differ have keys of their own).
         """
         args = self._common.args
-        apart = [] if args.get("transformer_impl") == "local" else [(key, name) for key, name in self._keys.items()]
-        differ = self._common.layers_differ
-        return replace(KeyRules.of(apart), numbered=frozenset({"decoder.layers"} if differ else ()))
+        local = args.get("transformer_impl") == "local"
+        rules = KeyRules.for_model([*self._keys.values()], local=True) if local else KeyRules.of(self._keys.items())
+        return replace(rules, numbered=frozenset({"decoder.layers"} if self._common.layers_differ else ()))
 
     def _not_carried(self) -> Iterator[NotCarried]:
         if count := self._kinds[_EXTRA_STATE]:

@@ -14,7 +14,7 @@ names of Transformer Engine's), `transformer/mlp.py` (`apply_swiglu_sharded_fact
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
@@ -31,6 +31,7 @@ NORMS: Mapping[str, str] = {
 }
 """Norms that Transformer Engine joins with the layer behind them, and their names in local layers."""
 _OF_LAYER = re.compile(r"((?:.*\.)?layers)\.(\d{1,6})\.(.+)")
+_DECODER = "decoder.layers"
 _LOCAL = re.compile(r"(.*\bmlp\.experts)\.local_experts\.(\d{1,6})\.(.+)")
 _HALVES = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -135,29 +136,28 @@ class KeyRules:
                 apart.add(name)
         return cls(frozenset(apart), frozenset(numbered))
 
+    @classmethod
+    def for_model(cls, names: Collection[str], *, local: bool) -> KeyRules:
+        """The rules of a model that no file of Megatron-core shows.
 
-def rules_of_run(names: Iterable[str], *, engine: bool, layers_differ: bool) -> KeyRules:
-    """The rules of a run that has saved nothing yet, by its model.
+        Args:
+            names: Its parameters.
+            local: True for Megatron-core's own layers, False for those of Transformer Engine.
 
-    Args:
-        names: Its parameters.
-        engine: True for layers of Transformer Engine (`transformer_impl`), which join a norm with the matrix behind it
-            unless there is none of their kind: experts, and the compressed queries of multi-latent attention.
-        layers_differ: True if some layers have experts and others have none.
-
-    Source: megatron-core 0.16.1 `models/gpt/gpt_layer_specs.py` (local layers save all norms as joined ones),
-    `transformer/transformer_block.py` (`sharded_state_dict`: layers that differ have keys of their own).
-    """
-    known = set(names)
-    apart = set[str]()
-    for name in known if engine else ():
-        head, norm, _ = name.rpartition("input_layernorm.")
-        if norm and f"{head}self_attention.linear_qkv.weight" not in known:
-            apart.add(name)
-        head, norm, _ = name.rpartition("pre_mlp_layernorm.")
-        if norm and f"{head}mlp.linear_fc1.weight" not in known:
-            apart.add(name)
-    return KeyRules(frozenset(apart), frozenset({"decoder.layers"} if layers_differ else ()))
+        Source: megatron-core 0.16.1 `models/gpt/gpt_layer_specs.py` (MLA joins no norm; Transformer Engine joins none
+        with experts), `transformer/transformer_block.py` (`sharded_state_dict`: layers that differ have numbers).
+        """
+        found = {name: m for name in names if (m := _OF_LAYER.fullmatch(name)) is not None and m[1] == _DECODER}
+        routed = {m[2] for m in found.values() if m[3].startswith("mlp.router.")}
+        dense = {m[2] for m in found.values() if m[3].startswith("mlp.linear_fc1.")}
+        compressed = any(".linear_kv_down_proj." in name for name in found)
+        apart = set[str]()
+        for name, layer in found.items():
+            norm = layer[3].partition(".")[0]
+            alone = norm == "pre_mlp_layernorm" and (compressed if local else layer[2] in routed)
+            if alone or (norm == "input_layernorm" and compressed):
+                apart.add(name)
+        return cls(frozenset(apart), frozenset({_DECODER} if dense and routed else ()))
 
 
 def name_at(key: str, index: Sequence[int]) -> str:

@@ -40,7 +40,7 @@ from reshard_engine.formats.megatron.model import (
     TRACKER,
     MegatronFacts,
 )
-from reshard_engine.formats.megatron.names import rules_of_run
+from reshard_engine.formats.megatron.names import KeyRules
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PList, mapping_of, node_of
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
@@ -54,9 +54,9 @@ _PLACE = 2
 """Numbers of a random state's place: those of its pipeline stage and its tensor-parallel rank."""
 NO_OPTIMIZER = "there is no optimizer: load it with --no-load-optim, or with --finetune"
 NO_RANDOM = "there are no random states: load it with --no-load-rng"
-_MODULE = re.compile(r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.weight")
+_MODULE = re.compile(r"(.+\.linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj))\.weight")
 """Modules whose extra states every run loads."""
-_ATTENTION = re.compile(r"(.+\.self_attention\.)linear_qkv\.weight")
+_ATTENTION = re.compile(r"(.+\.self_attention\.)linear_(?:qkv|kv_up_proj)\.weight")
 _OF_MEGATRON = re.compile(r"embedding\.word_embeddings\.weight|decoder\.layers\.\d+\..+")
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "transformer_impl")
 """Arguments that loading compares, and the one that decides the keys of norms."""
@@ -100,9 +100,10 @@ def facts_for(checkpoint: Checkpoint, options: MegatronOptions) -> MegatronFacts
             f"{where}, whose param groups are not those of Megatron-core (wd_mult, lr_mult, max_lr, min_lr)",
             fix="--to dcp keeps the optimizer; --to safetensors takes the weights, which --to megatron takes then",
         )
-    common, engine = CommonState({}, said), said["transformer_impl"] != "local"
-    rules = rules_of_run([p.fqn for p in checkpoint.parameters], engine=engine, layers_differ=common.layers_differ)
-    return MegatronFacts(common, rules=rules)
+    common, names = CommonState({}, said), [p.fqn for p in checkpoint.parameters]
+    rules = KeyRules.for_model(names, local=said["transformer_impl"] == "local")
+    numbered = frozenset({"decoder.layers"} if common.layers_differ else ())
+    return MegatronFacts(common, rules=replace(rules, numbered=numbered))
 
 
 def _of_run(checkpoint: Checkpoint, facts: MegatronFacts, args: Mapping[str | int, Node]) -> MegatronFacts:
@@ -118,8 +119,10 @@ def _of_run(checkpoint: Checkpoint, facts: MegatronFacts, args: Mapping[str | in
             "norms",
             fix='--megatron-args FILE with {"transformer_impl": "local"} or "transformer_engine"',
         )
-    apart = frozenset[str]() if layers == "local" else facts.rules.norms_apart
-    return replace(facts, rules=replace(facts.rules, norms_apart=apart))
+    if layers != "local":
+        return facts
+    rules = KeyRules.for_model([p.fqn for p in checkpoint.parameters], local=True)
+    return replace(facts, rules=replace(rules, numbered=facts.rules.numbered))
 
 
 def said_args(text: str | None) -> dict[str | int, Node]:

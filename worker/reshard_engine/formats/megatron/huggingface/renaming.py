@@ -44,6 +44,8 @@ from reshard_engine.formats.megatron.huggingface.rules import (
     unsaid,
 )
 from reshard_engine.formats.megatron.model import MegatronFacts
+from reshard_engine.formats.megatron.names import BUFFERS
+from reshard_engine.formats.megatron.writer import said_args
 from reshard_engine.formats.model_weights import checked_name, model_dtype
 from reshard_engine.pickles.nodes import Node, PList, PTuple, sequence_items
 from reshard_engine.storage.locations import open_location, refuse_hub_link_elsewhere
@@ -340,13 +342,15 @@ def _read_names(checkpoint: Checkpoint, request: ConvertRequest, config: _Config
     else:
         tried = [f for f in families().values() if model_type is None or model_type in f.model_types]
     names = [*(p.fqn for p in checkpoint.parameters), *(b.fqn for b in checkpoint.buffers)]
+    args = said_args(request.options.of(MegatronOptions).megatron_args)
+    local = args.get("transformer_impl", "local") == "local"
     found: list[_ReadNames] = []
     for family in tried:
         longer, tied = _with_prefix(family, names), config is not None and config.tied is True
         copies = [a for a, o in family.tied.items() if tied and a in longer and o in longer]
         others = [a for a in checkpoint.shared if a not in family.tied]
         try:
-            matched, left_out = of_hugging_face(family, [*(n for n in longer if n not in copies), *others])
+            matched, left_out = of_hugging_face(family, [*(n for n in longer if n not in copies), *others], local=local)
         except UnmappedError as error:
             if len(tried) == 1:
                 raise _unmapped(family, error) from error
@@ -588,6 +592,9 @@ class _Renaming:
         checked_name(name)
         if isinstance(owner, Buffer):
             self._made[name] = replace(owner, fqn=name, tensor=tensor(owner.tensor))
+            return
+        if BUFFERS.fullmatch(name) and owner.weight is not None and not owner.states:
+            self._made[name] = Buffer(name, tensor(owner.weight))
             return
         if owner.padding and shape != owner.shape:
             text = f"{printable(owner.fqn)} has rows of padding, and its rule changes rows"

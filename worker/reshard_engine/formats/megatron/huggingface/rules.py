@@ -55,8 +55,7 @@ class Rule:
     """A parameter of Megatron-core, and the parameters of Hugging Face that have its elements."""
 
     megatron: tuple[str, ...]
-    """Its name; several are those of other layer implementations, of which a model has one. The way back takes the
-    first."""
+    """Its name in Megatron-core's own layers, and that in Transformer Engine's where it is another one."""
     parts: tuple[str, ...]
     rows: Rows = Rows.WHOLE
     transposed: bool = False
@@ -454,8 +453,13 @@ def of_megatron(family: Family, names: Iterable[str]) -> tuple[list[Matched], li
     return [_matched(family.rules[rule], name, at) for (rule, at), name in found.items()], left_out
 
 
-def of_hugging_face(family: Family, names: Iterable[str]) -> tuple[list[Matched], list[str]]:
+def of_hugging_face(family: Family, names: Iterable[str], *, local: bool = True) -> tuple[list[Matched], list[str]]:
     """The entries of Hugging Face's names, in the order of the first part, and the names that are left out.
+
+    Args:
+        family: The family.
+        names: The names.
+        local: True for the names of Megatron-core's own layers, False for those of Transformer Engine.
 
     Raises:
         UnmappedError: As `of_megatron`.
@@ -482,8 +486,8 @@ def of_hugging_face(family: Family, names: Iterable[str]) -> tuple[list[Matched]
         if part not in found.get((rule, at), ())
     ]
     _require_all(missing)
-    rules = family.rules
-    return [_matched(rules[rule], _filled(rules[rule].megatron[0], at), at) for rule, at in found], left_out
+    rules, which = family.rules, 0 if local else -1
+    return [_matched(rules[rule], _filled(rules[rule].megatron[which], at), at) for rule, at in found], left_out
 
 
 def _matched(rule: Rule, megatron: str, at: Sequence[int]) -> Matched:
