@@ -573,7 +573,7 @@ class MegatronOptions(FormatOptions):
             "--names hf, megatron-core: architecture, such as llama, or a file of rules; default: what SRC says.",
             Section.TARGET,
             10,
-            metavar="NAME|FILE",
+            metavar="RULES",
             parse=read_family,
             label="Architecture of the names",
         ),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import reshard
 from house.rank_cases import rank_case
+from house.repository import real_checkpoint
 from house.shared import made_once
 from oracle.dcp_cases import TITAN_FOLDER
 from oracle.launcher import Worlds
@@ -211,3 +212,18 @@ def test_a_run_that_does_not_say_what_it_is_needs_the_user(tmp_path: Path) -> No
         convert(tmp_path / "llama", tmp_path / "back", names="megatron-core")
     with pytest.raises(RequestError, match="for checkpoints of Megatron-core"):
         convert(tmp_path / "llama", tmp_path / "again", names="hf")
+
+
+def test_a_save_without_arguments_takes_heads_from_a_configuration(tmp_path: Path) -> None:
+    """Megatron-core alone, without Megatron-LM's script: the model's own `config.json` says the heads."""
+    source, config = real_checkpoint("mcore_tp2pp2dp2"), tmp_path / "config"
+    config.mkdir()
+    with pytest.raises(RequestError, match="the run's arguments do not say normalization"):
+        convert(source, tmp_path / "out", names="hf")
+    with pytest.raises(RequestError, match="how many heads"):
+        convert(source, tmp_path / "out", names="hf", hf_rules="llama")
+    (config / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 4}')
+    convert(source, tmp_path / "out", names="hf", hf_rules="llama", model_files=config)
+    convert(source, tmp_path / "own")
+    convert(tmp_path / "out", tmp_path / "back", names="megatron-core")
+    assert equal(tmp_path / "back", tmp_path / "own")

@@ -129,6 +129,19 @@ def test_experts_and_layers_have_no_gaps() -> None:
     assert len(of_megatron(family, dense)[0]) == len(dense)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.999999.input_layernorm.weight",
+        "decoder.layers.0.mlp.experts.local_experts.999999.linear_fc2.weight",
+    ],
+)
+def test_a_number_far_off_is_refused_at_once(name: str) -> None:
+    names = filled(families()["qwen3-moe"], layers=2, experts=2)
+    with pytest.raises(UnmappedError, match="up to number 999999, number 2 is not there"):
+        of_megatron(families()["qwen3-moe"], [*names, name])
+
+
 def test_only_one_name_of_several_implementations_may_be_there() -> None:
     family = families()["deepseek-v3"]
     names = filled(family, layers=1, experts=1)

@@ -497,11 +497,12 @@ def _matched(rule: Rule, megatron: str, at: Sequence[int]) -> Matched:
 def _missing(family: Family, found: Iterable[tuple[int, tuple[int, ...]]]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """The entries that a model has, and these names do not: of every layer, and of every expert of a layer."""
     there = {*found}
-    layers = 1 + max((at[0] for _, at in there if at), default=-1)
-    experts: Counter[int] = Counter()
+    layers = _counted({at[0] for _, at in there if at}, "layers")
+    of_layers: dict[int, set[int]] = {}
     for _, at in there:
         if len(at) == 2:
-            experts[at[0]] = max(experts[at[0]], at[1] + 1)
+            of_layers.setdefault(at[0], set()).add(at[1])
+    experts = Counter({layer: _counted(numbers, f"experts of layer {layer}") for layer, numbers in of_layers.items()})
     held = {rule for rule, _ in there}
     for number, rule in enumerate(family.rules):
         places = {p for p in rule.megatron[0].split(".") if p in _PLACES}
@@ -517,6 +518,18 @@ def _missing(family: Family, found: Iterable[tuple[int, tuple[int, ...]]]) -> It
         yield from ((number, at) for at in wanted if (number, at) not in there)
     if not layers and any(_LAYER in rule.megatron[0] for rule in family.rules):
         raise UnmappedError("there are no layers")
+
+
+def _counted(numbers: set[int], what: str) -> int:
+    """The count of numbers from 0 on.
+
+    Raises:
+        UnmappedError: Numbers are left out: a name may say any number, and nothing is made of so many.
+    """
+    if numbers and max(numbers) + 1 != len(numbers):
+        lost = next(n for n in range(len(numbers)) if n not in numbers)
+        raise UnmappedError(f"of the {what}, up to number {max(numbers)}, number {lost} is not there")
+    return len(numbers)
 
 
 def _require_known(names: Sequence[str], side: str) -> None:
