@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,7 @@ def compared(saved: Path, found: Path) -> bool:
     return kinds <= {("hyper-parameter", "is_expert_parallel")}
 
 
-@pytest.mark.parametrize("kind", SAVES)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "kind"), [*zip(PAIRS, cycle(SAVES), strict=False)])
 def test_directories_are_those_of_the_run(name: str, kind: str, tmp_path: Path) -> None:
     source, run = PAIRS[name]
     saved, wanted = SAVES[kind](source, tmp_path / "source"), run.save_legacy(tmp_path / "wanted")
@@ -127,8 +127,7 @@ def chunks_of(folder: Path) -> dict[str, Any]:
     return found | {"sizes": sizes}
 
 
-@pytest.mark.parametrize("kind", SAVES)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "kind"), [*zip(PAIRS, cycle(reversed(SAVES)), strict=False)])
 def test_buckets_are_those_of_the_run(name: str, kind: str, tmp_path: Path) -> None:
     source, run = PAIRS[name]
     saved, wanted = SAVES[kind](source, tmp_path / "source"), run.save_torch_dist(tmp_path / "wanted")
