@@ -102,8 +102,8 @@ def facts_for(checkpoint: Checkpoint, options: MegatronOptions) -> MegatronFacts
         )
     common, names = CommonState({}, said), [p.fqn for p in checkpoint.parameters]
     rules = KeyRules.for_model(names, local=said["transformer_impl"] == "local")
-    numbered = frozenset({"decoder.layers"} if common.layers_differ else ())
-    return MegatronFacts(common, rules=replace(rules, numbered=numbered))
+    numbered = {*rules.numbered, *(("decoder.layers",) if common.layers_differ else ())}
+    return MegatronFacts(common, rules=replace(rules, numbered=frozenset(numbered)))
 
 
 def _of_run(checkpoint: Checkpoint, facts: MegatronFacts, args: Mapping[str | int, Node]) -> MegatronFacts:
