@@ -103,6 +103,13 @@ def test_shifted_states_are_repaired(run: ShiftedRun, tmp_path: Path) -> None:
     judge(run, tmp_path)
 
 
+def test_buckets_whose_number_the_arguments_say(tmp_path: Path) -> None:
+    run = ShiftedRun(tensor=2, pipeline=2, chunks=2, said={"ddp_num_buckets": 4})
+    first = [run.part(name, "param", 0) for chunk in range(2) for name, _ in run.held(0, chunk, 0)]
+    judge(replace(run, bucket=sum(part.numel() for part in first) // 4), tmp_path)
+    assert (tmp_path / "dcp").exists()
+
+
 def test_layouts_that_differ_in_padding_alone_are_one(tmp_path: Path) -> None:
     """Buckets at multiples of 128 or of 65,536, unsaid: of the experts behind the first bucket nothing is left."""
     run = ShiftedRun(

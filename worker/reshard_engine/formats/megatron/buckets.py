@@ -364,6 +364,10 @@ class Fit:
         """
         return orders_of(self.names, self._run, saved=self._in_order)
 
+    def expert_rank(self, name: str) -> int | None:
+        """The expert-parallel rank that holds an expert's parameter; None for all other parameters."""
+        return self._run.expert_rank(name, self._experts.get(name.partition(".local_experts.")[0], 0))
+
     def _count_experts(self) -> dict[str, int]:
         """The number of experts of each layer that has some."""
         held: dict[str, set[str]] = {}
@@ -471,8 +475,7 @@ class Fit:
         for name in (*names, OUTPUT_LAYER) if last and self.tied else names:
             if run.is_shared(name) != (chained == 0):
                 continue
-            experts = self._experts.get(name.partition(".local_experts.")[0], 0)
-            if chained and run.expert_rank(name, experts) != expert_rank:
+            if chained and self.expert_rank(name) != expert_rank:
                 continue
             weight = self.weights.get(name) or self.weights[WORD_EMBEDDINGS]
             numel = prod(self.local_shape(owner, name))

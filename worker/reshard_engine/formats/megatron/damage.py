@@ -216,7 +216,7 @@ def possible_shifts(
     fit = Fit(run, weights, {}, {}, in_order)
     if (run.bucket_sizes(0, 0, 1) == (None,) and not fit.tied) or _have_no_padding(fit, run):
         return None
-    ways: dict[tuple[int, int, int, int, str], dict[tuple[Cutout, ...], None]] = {}
+    ways: dict[_BufferKey, dict[tuple[Cutout, ...], None]] = {}
     orders, problems = fit.orders(), list[LayoutError]()
     for order in orders:
         try:
@@ -244,32 +244,41 @@ def _have_no_padding(fit: Fit, run: Run) -> bool:
     return not any(prod(fit.local_shape(owner, name)) % lcm(*units) for name, owner in owners.items())
 
 
-def _buffers(
-    fit: Fit, run: Run, order: Sequence[str]
-) -> Iterator[tuple[tuple[int, int, int, int, str], tuple[Cutout, ...]]]:
-    """The layouts of all buffers with one order of registration, but for those that can have no padding within."""
-    places = [(0, stage, 0) for stage in range(run.pipeline)]
-    if run.experts > 1:
-        places += [(1, stage, e) for stage in range(run.pipeline) for e in range(run.experts)]
-    by_stage: dict[int, list[tuple[tuple[int, int, int, int, str], list[Member]]]] = {}
-    for chained, stage, expert_rank in places:
-        inner = run.expert_tensor * run.experts if chained else run.tensor
-        owner = chained, stage * inner + expert_rank * run.expert_tensor * chained
-        for chunk in range(run.chunks):
-            for dtype, members in fit.members_in(chunk, order, owner, stage, expert_rank).items():
-                key = chained, stage, chunk, expert_rank, dtype
-                by_stage.setdefault(stage, []).append((key, members))
-    for stage, buffers in by_stage.items():
-        # A rank holds the dense buffers of its stage, and those of one expert-parallel rank.
-        every = sum(m.numel for key, members in buffers if key[3] == 0 for m in members)
-        for key, members in buffers:
-            ranks = run.expert_data_ranks if key[0] else run.data_ranks
-            for most in run.bucket_sizes(stage, key[2], every):
-                for unit in _units(run.common, ranks):
-                    one_bucket = most is None and not any(m.alone for m in members)
-                    if one_bucket or all(m.numel % unit == 0 for m in members):
-                        continue
-                    yield key, cutouts(members, most, unit)
+_BufferKey = tuple[int, int, int, int, str]
+"""Number of the chained optimizer, stage, chunk, expert-parallel rank and element type."""
+
+
+def _buffers(fit: Fit, run: Run, order: Sequence[str]) -> Iterator[tuple[_BufferKey, tuple[Cutout, ...]]]:
+    """The layouts of all buffers with one order of registration, but for those that can have no padding within.
+
+    Only the first chunk of the first stage closes buckets by size, and only chunks with an embedding that two stages
+    share close some otherwise.
+    """
+    by_rank: dict[tuple[int, int], list[str]] = {}
+    for name in order:
+        rank = None if run.is_shared(name) else fit.expert_rank(name)
+        by_rank.setdefault((0, 0) if rank is None else (1, rank), []).append(name)
+    for stage, chunk in dict.fromkeys(((0, 0), (run.pipeline - 1, run.chunks - 1) if fit.tied else (0, 0))):
+        for (chained, expert_rank), names in by_rank.items():
+            inner = run.expert_tensor * run.experts if chained else run.tensor
+            owner = chained, stage * inner + expert_rank * run.expert_tensor * chained
+            ranks = run.expert_data_ranks if chained else run.data_ranks
+            for dtype, members in fit.members_in(chunk, names, owner, stage, expert_rank).items():
+                for most in run.bucket_sizes(stage, chunk, _elements(fit, run, by_rank)):
+                    for unit in _units(run.common, ranks):
+                        one_bucket = most is None and not any(m.alone for m in members)
+                        if one_bucket or all(m.numel % unit == 0 for m in members):
+                            continue
+                        yield (chained, stage, chunk, expert_rank, dtype), cutouts(members, most, unit)
+
+
+def _elements(fit: Fit, run: Run, by_rank: Mapping[tuple[int, int], Sequence[str]]) -> int:
+    """The elements of all parameters of the first rank, where the arguments ask for a number of buckets; else 0."""
+    if run.common.number("ddp_num_buckets") is None:
+        return 0
+    mine = {owner: names for owner, names in by_rank.items() if not owner[1]}
+    held = [fit.members_in(c, names, owner, 0, 0) for owner, names in mine.items() for c in range(run.chunks)]
+    return sum(m.numel for by_type in held for members in by_type.values() for m in members)
 
 
 def _units(common: CommonState, ranks: int | None) -> tuple[int, ...]:
