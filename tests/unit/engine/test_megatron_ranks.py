@@ -138,6 +138,22 @@ def test_a_vocabulary_of_an_unknown_multiple_is_refused() -> None:
     assert padded_rows(CommonState({}, {"make_vocab_size_divisible_by": 8}), 12, 2, None) == 16
     with pytest.raises(LayoutError, match="11 rows is padded for 2 ranks"):
         padded_rows(common, 11, 2, None)
+    with pytest.raises(LayoutError, match="11 rows would be padded to 2000000"):
+        padded_rows(CommonState({}, {"make_vocab_size_divisible_by": 1_000_000}), 11, 2, None)
+
+
+def test_shapes_prove_a_gated_unit_of_which_no_argument_speaks(tmp_path: Path) -> None:
+    run = MegatronRun(tensor=2)
+    checkpoint = checkpoint_of(run, tmp_path)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    runs = [
+        next(h.weight for h in models_of(checkpoint, run, swiglu=said).chunks(FIRST)[0] if h.name == name)
+        for said in (True, None)
+    ]
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 2
+    with pytest.raises(LayoutError, match=r"40 rows for 20 columns .* is not gated"):
+        models_of(checkpoint, run, swiglu=False).chunks(FIRST)
 
 
 # What nothing says.

@@ -382,7 +382,10 @@ def cut_of(name: str, shapes: Mapping[str, tuple[int, ...]], run: Run, *, whole:
         raise LayoutError(f"nothing says how tensor parallelism cut {printable(name)}")
     rows = shapes[name][0]
     inner = shapes.get(f"{name[: name.index('linear_fc1')]}linear_fc2.weight", ())
-    gated = run.common.args.get("swiglu") is True or run.common.args.get("quick_geglu") is True
+    said = [run.common.args.get(name) for name in ("swiglu", "quick_geglu")]
+    # Without a word on it, the shapes prove it: a plain unit has as many rows as linear_fc2 has columns.
+    silent = all(one is None for one in said)
+    gated = any(one is True for one in said) or (silent and len(inner) == 2 and rows == 2 * inner[1])
     if len(inner) != 2 or rows != (2 if gated else 1) * inner[1]:
         raise LayoutError(
             f"{printable(name)} has {rows} rows for {inner[-1] if inner else 'unknown'} columns of linear_fc2, and the "

@@ -61,6 +61,8 @@ _GROUPED = re.compile(r"(linear_fc[12])\.(weight|bias)")
 _PARALLEL_LAYER = re.compile(r"(?:.+\.)?(?:linear_proj|linear_qkv|linear_fc1|linear_fc2|output_layer)")
 """Modules with an extra state, which is None but for scales of FP8."""
 _EXTRA_STATE = "_extra_state"
+_MOST_PADDING = 1 << 16
+"""Rows of padding that a run may add beside as many as it has tokens."""
 _WIDE_BUCKETS = 1 << 16
 """Elements: with `--ddp-pad-buckets-for-high-nccl-busbw`, buckets end at a multiple."""
 
@@ -184,7 +186,10 @@ def padded_rows(common: CommonState, rows: int, tensor: int, divisor: int | None
     said = divisor or common.number("make_vocab_size_divisible_by")
     if said is None and rows % tensor:
         raise LayoutError(f"nothing says to which multiple a vocabulary of {rows} rows is padded for {tensor} ranks")
-    return aligned(rows, tensor if said is None else said * tensor)
+    found = aligned(rows, tensor if said is None else said * tensor)
+    if found > 2 * rows + _MOST_PADDING:
+        raise LayoutError(f"a vocabulary of {rows} rows would be padded to {found}")
+    return found
 
 
 class LocalModels:
