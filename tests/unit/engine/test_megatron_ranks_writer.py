@@ -202,6 +202,44 @@ def test_weights_without_an_optimizer(form: dict[str, Any], tmp_path: Path) -> N
     assert reshard.verify(found).ok
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        MegatronRun(tensor=2),
+        MegatronRun(pipeline=2, chunks=2, tied=True),
+        MegatronRun(experts=4, layers=2, expert_ranks=2),
+    ],
+)
+def test_a_plain_optimizer_is_numbered_by_its_groups(run: MegatronRun, tmp_path: Path) -> None:
+    source = replace(run, tensor=1, pipeline=1, chunks=1, expert_ranks=1)
+    saved, found = source.save_torch_dist(tmp_path / "source"), tmp_path / "iter_0000007"
+    convert(saved, found, run, ckpt_format="torch", optimizer_sharding="none")
+    assert not [*found.rglob("distrib_optim.pt")]
+    assert compared(saved, found)
+    for folder in found.glob("mp_rank_*"):
+        state = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+        assert state["args"].use_distributed_optimizer is False
+        rank, *more = map(int, folder.name.split("_")[2:])
+        stage, expert = (*(more if run.pipeline > 1 else [0]), *(more if run.expert_ranks > 1 else [0]))
+        optimizers = state["optimizer"] if run.expert_ranks > 1 else [state["optimizer"]]
+        for kind, optimizer in enumerate(optimizers):
+            names = [n for chunk in range(run.chunks) for n, _ in run.held(stage, chunk, expert)]
+            mine = [n for n in names if (run.expert_ranks > 1 and ".experts." in n) == (kind == 1)]
+            groups = [[n for n in mine if "layernorm" not in n], [n for n in mine if "layernorm" in n]]
+            inner = optimizer["optimizer"]
+            assert [g["wd_mult"] for g in inner["param_groups"]] == [1.0, 0.0][: len(inner["param_groups"])]
+            at = 0
+            for group, held, masters in zip(
+                inner["param_groups"], groups, optimizer["fp32_from_fp16_params"], strict=kind == 0
+            ):
+                assert group["params"] == [*range(at, at + len(held))]
+                for name, master in zip(held, masters, strict=True):
+                    assert torch.equal(master, run.part(name, "param", rank))
+                    assert torch.equal(inner["state"][at]["exp_avg_sq"], run.part(name, "exp_avg_sq", rank))
+                    at += 1
+            assert len(inner["state"]) == at
+
+
 def test_the_loss_scale_goes_along(tmp_path: Path) -> None:
     """In directories it is beside the groups, in `dp_reshardable` an object of each rank."""
     run = MegatronRun(tensor=2)
