@@ -146,6 +146,7 @@ def test_directories_of_ranks_go_on(
     ("name", "form", "layout"),
     [
         ("llama", "dp_reshardable", {}),
+        ("llama", "dp_reshardable", {"tp": 4}),
         ("llama", "torch", {"pp": 2}),
         ("gpt", "fully_reshardable", {"pp": 2, "vpp": 2, "dp": 2}),
         ("gpt", "dp_reshardable", {"tp": 4}),

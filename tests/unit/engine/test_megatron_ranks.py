@@ -169,13 +169,13 @@ def test_shapes_prove_a_gated_unit_of_which_no_argument_speaks(tmp_path: Path) -
         (MegatronRun(tensor=2), {"num_attention_heads": 5}, "5 attention heads do not divide by 2"),
         (
             MegatronRun(tensor=2),
-            {"num_attention_heads": 4, "num_query_groups": 1, "group_query_attention": True},
-            "1 query groups do not divide by 2",
+            {"num_attention_heads": 6, "num_query_groups": 3, "group_query_attention": True},
+            "3 query groups do not divide by 2",
         ),
         (MegatronRun(), {"transformer_impl": None}, "transformer_impl is None"),
         (MegatronRun(), {"num_distributed_optimizer_instances": 2}, "2 instances of its distributed optimizer"),
         (MegatronRun(), {"fp8_param_gather": True}, "--fp8-param-gather"),
-        (MegatronRun(expert_ranks=2), {}, "no experts do not divide by 2 expert-parallel ranks"),
+        (MegatronRun(expert_ranks=2), {}, "no experts for 2 expert-parallel ranks"),
     ],
 )
 def test_layouts_that_nothing_proves(run: MegatronRun, changed: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -194,6 +194,9 @@ def test_layouts_that_nothing_proves(run: MegatronRun, changed: dict[str, Any], 
             {"expert_tensor_parallel_size": 1},
             "experts are cut over 1 tensor-parallel ranks, and all else over 2",
         ),
+        (MegatronRun(experts=8), {}, "0.mlp.experts has 4 experts, and the arguments say 8"),
+        (MegatronRun(experts=4), {"num_experts": None}, "has 4 experts, and the arguments say None"),
+        (MegatronRun(experts=4), {"moe_grouped_gemm": None}, "do not say how experts lie"),
         (MegatronRun(experts=4), GROUPED, "in one matrix with all experts"),
         (
             MegatronRun(experts=4),

@@ -254,22 +254,51 @@ class LocalModels:
         heads = number("num_attention_heads")
         grouped = run.common.args.get("group_query_attention") is not False
         groups = number("num_query_groups") if grouped else heads
-        for what, count in (("attention heads", heads), ("query groups", groups)):
-            if count is not None and count % run.tensor:
-                raise LayoutError(f"{count} {what} do not divide by {run.tensor} tensor-parallel ranks")
-        experts = number("num_experts")
-        if any(map(EXPERT.fullmatch, self._parameters)) or run.experts > 1:
-            if experts is None or experts % run.experts:
-                raise LayoutError(f"{experts or 'no'} experts do not divide by {run.experts} expert-parallel ranks")
-            if run.expert_tensor != run.tensor:
-                raise LayoutError(
-                    f"experts are cut over {run.expert_tensor} tensor-parallel ranks, and all else over {run.tensor}"
-                )
+        if heads is not None and heads % run.tensor:
+            raise LayoutError(f"{heads} attention heads do not divide by {run.tensor} tensor-parallel ranks")
+        if groups is not None and groups % run.tensor and run.tensor % groups:
+            # With fewer groups than ranks, megatron-core cuts the rows of linear_qkv evenly all the same.
+            raise LayoutError(
+                f"{groups} query groups do not divide by {run.tensor} tensor-parallel ranks, or these by them"
+            )
+        self._check_experts(number("num_experts"))
+        self._check_run()
+
+    def _check_experts(self, said: int | None) -> None:
+        """Refuse experts that the ranks do not share evenly, or of which nothing says how they lie.
+
+        Args:
+            said: The number of experts of a layer by the arguments of the run.
+
+        Raises:
+            LayoutError: The numbers.
+        """
+        run, held = self.run, self._experts_by_layer()
+        if run.experts > 1 and not held:
+            raise LayoutError(f"the model has no experts for {run.experts} expert-parallel ranks")
+        if other := next((layer for layer, numbers in held.items() if numbers != {*range(said or 0)}), None):
+            raise LayoutError(f"{printable(other)} has {len(held[other])} experts, and the arguments say {said}")
+        if held and (said or 0) % run.experts:
+            raise LayoutError(f"{said} experts do not divide by {run.experts} expert-parallel ranks")
+        if held and run.expert_tensor != run.tensor:
+            raise LayoutError(
+                f"experts are cut over {run.expert_tensor} tensor-parallel ranks, and all else over {run.tensor}"
+            )
         if run.experts > 1 and run.expert_data_ranks is None:
             raise LayoutError(
                 f"{run.data_ranks} data-parallel ranks do not divide by {run.experts} expert-parallel ranks"
             )
-        self._check_run()
+        if held and not isinstance(run.common.args.get("moe_grouped_gemm"), bool):
+            raise LayoutError("the arguments of the run do not say how experts lie (moe_grouped_gemm)")
+
+    def _experts_by_layer(self) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for name in self._parameters:
+            if (expert := _LOCAL_EXPERT.fullmatch(name)) is not None:
+                found.setdefault(expert[1].rstrip("."), set()).add(int(expert[2]))
+            elif EXPERT.fullmatch(name):
+                raise LayoutError(f"{printable(name)} holds all experts of a rank")
+        return found
 
     def _check_run(self) -> None:
         """Refuse runs whose parameters lie in another way.
