@@ -86,6 +86,20 @@ def test_a_family_tells_what_a_config_needs(name: str) -> None:
     assert {"normalization", "position_embedding_type"} <= {*unsaid(family, {})}
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_changes_numbers_and_no_name_shows_is_refused(name: str) -> None:
+    """Weights of norms without their one, gates, clamps: the names are the same, and the model is another one."""
+    family = families()[name]
+    for argument, value in (
+        ("apply_layernorm_1p", True),
+        ("qk_l2_norm", True),
+        ("attention_output_gate", True),
+        ("softmax_type", "off-by-one"),
+        ("mtp_num_layers", 1),
+    ):
+        assert contradicted(family, {argument: value}) == [f"{argument}={value}"]
+
+
 def test_families_differ_in_names_or_arguments() -> None:
     """But for Llama and Mistral, which only their configuration tells apart."""
     seen: dict[tuple[frozenset[Rule], str], list[str]] = {}
