@@ -227,3 +227,15 @@ def test_a_save_without_arguments_takes_heads_from_a_configuration(tmp_path: Pat
     convert(source, tmp_path / "own")
     convert(tmp_path / "out", tmp_path / "back", names="megatron-core")
     assert equal(tmp_path / "back", tmp_path / "own")
+
+
+def test_transposes_are_equal_in_small_units_and_read_back(tmp_path: Path) -> None:
+    """Units that begin and end within rows, with every check; and under DeepSpeed's universal form."""
+    source = rank_case("td_full_gpt_fp32_tp2dp2", tmp_path, folder="mcore").folder / "ckpt"
+    convert(source, tmp_path / "whole", names="hf")
+    convert(source, tmp_path / "small", names="hf", verify="full", part_size=4096)
+    assert equal(tmp_path / "whole", tmp_path / "small")
+    convert(source, tmp_path / "universal", "universal", names="hf")
+    convert(tmp_path / "universal", tmp_path / "again")
+    found, wanted = (load_file(tmp_path / f / "model.safetensors") for f in ("again", "whole"))
+    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
