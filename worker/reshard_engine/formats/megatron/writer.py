@@ -49,6 +49,7 @@ from reshard_engine.tensors.shard_map import LogicalTensor
 from reshard_engine.tensors.views import View
 
 _STATES = "optimizer.state."
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _SHARDING = "distrib_optim_sharding_type"
 _PLACE = 2
 """Numbers of a random state's place: those of its pipeline stage and its tensor-parallel rank."""
@@ -252,7 +253,9 @@ class Layout:
         if max(ranks.values()) > 1:
             found |= {f"{kind}_model_parallel_size": size for kind, size in ranks.items()}
         if layout.dp is not None:
-            found |= {"data_parallel_size": layout.dp, "world_size": layout.world_size}
+            sizes = [found.get(n) or self._facts.common.number(n) or 1 for n in _MODEL_PARALLEL]
+            ranks_of_model = prod(size for size in sizes if isinstance(size, int))
+            found |= {"data_parallel_size": layout.dp, "world_size": layout.dp * ranks_of_model}
         if (experts := self._experts) and (experts % layout.ep or layout.ep > experts):
             raise RequestError(
                 "request.invalid", f"{experts} experts do not divide by {layout.ep} ranks", fix="choose another --ep"
@@ -278,7 +281,7 @@ class Layout:
 
     def _model(self) -> Iterator[AnyEntry]:
         """The model's own tensors."""
-        exclude = self._request.exclude_frozen
+        exclude = self._request.exclude_frozen and self._checkpoint.optimizer is not None
         if exclude:
             self._left += frozen_parameters(self._checkpoint)
         kept = [p for p in self._checkpoint.parameters if p.trained or not exclude]
