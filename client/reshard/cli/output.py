@@ -231,6 +231,7 @@ _MORE_RANKS = {
 _LABELS = {
     "universal": "DeepSpeed universal",
     DISTRIBUTED: "FSDP (DCP)",
+    TargetFormat.MEGATRON: "Megatron-core",
     TargetFormat.SAFETENSORS: "Weights",
     TargetFormat.TORCH: "Weights",
     TargetFormat.PEFT: "LoRA adapter",
