@@ -33,8 +33,10 @@ UNIVERSAL = ("z1_fp32", "z2_bf16", "z3_bf16", "bf16opt_two_groups")
 def _other_family(monkeypatch: pytest.MonkeyPatch) -> None:
     read = requested.read_checkpoint
 
-    def bare(*args: Any) -> Checkpoint:
-        return replace(read(*args), facts=FormatFacts(), family="other", format="other", framework_version=None)
+    def bare(*args: Any, **options: Any) -> Checkpoint:
+        return replace(
+            read(*args, **options), facts=FormatFacts(), family="other", format="other", framework_version=None
+        )
 
     monkeypatch.setattr(requested, "read_checkpoint", bare)
 

@@ -67,7 +67,7 @@ def test_a_misspelt_target_is_asked_back_and_nothing_written(name: str, tmp_path
         ("torchtitan", "--to dcp --framework torchtitan"),
         ("Accelerate", "--to dcp --framework accelerate (FSDP), or --to zero --dp N (DeepSpeed)"),
         ("zero3", "--to zero --zero-stage 3 --dp N"),
-        ("megatron", "--to zero --dp N, or --to universal (Megatron-DeepSpeed)"),
+        ("megatron-deepspeed", "--to zero --dp N, or --to universal"),
     ],
 )
 def test_a_name_with_several_words_for_it_is_answered_with_them(name: str, fix: str, tmp_path: Path) -> None:
