@@ -85,7 +85,7 @@ def ensure(
             f"for a copy: reshard convert {shlex.quote(source)} DST --to {DISTRIBUTED}{flags.words()}"
         )
     wanted = Wanted.of(given, choices=flags.spec(source).given(), environ=os.environ, loader=loader)
-    if wanted.dp is None and not loader.distributed and not quiet and (told := world_size(os.environ)) is not None:
+    if wanted.dp is None and not loader.any_ranks and not quiet and (told := world_size(os.environ)) is not None:
         sys.stderr.write(f"{told[0]} ranks, from {told[1]}; --dp N overrides\n")
     with progress_shown(quiet=quiet) as show:
         result = ensured(

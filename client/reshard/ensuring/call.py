@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,7 @@ from reshard.ensuring.local_checkpoints import (
     finished,
     is_distributed,
     local_path,
+    megatron_run,
     place_companions,
     place_schedulers,
     place_step,
@@ -39,7 +41,17 @@ from reshard.ensuring.local_checkpoints import (
     writing,
 )
 from reshard.ensuring.together import LATE_S, Helper, Launch, Sharing
-from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Layout, Loader, RanksLayout, Wanted, fits, name_of
+from reshard.ensuring.world import (
+    DISTRIBUTED,
+    DistributedLayout,
+    Layout,
+    Loader,
+    MegatronLayout,
+    RanksLayout,
+    Wanted,
+    fits,
+    name_of,
+)
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.functions import source_of, takes_keywords
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
@@ -96,7 +108,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     Args:
         src: A save directory (with `latest`), a Trainer's `checkpoint-N`, an Accelerate directory, or a tag directory.
             The result is of the same kind. A distributed checkpoint (FSDP) is returned as it is, for any world, unless
-            `to` or `framework` asks for something else. Files of FSDP's ranks become those of `dp` ranks.
+            `to` or `framework` asks for something else. Files of FSDP's ranks become those of `dp` ranks. A run of
+            Megatron-core, or one iteration of it, that does not load at `tp`, `pp` and `ep` is written for any of them.
         dp: Data-parallel ranks; by default the number of processes (`WORLD_SIZE` and the like) divided by tp x pp.
         tp: Tensor-parallel ranks; by default the source's, as for `pp` and `ep`.
         pp: Pipeline stages.
@@ -155,8 +168,10 @@ def loader_of(
         RequestError: `request.invalid`.
     """
     path = local_path(os.fspath(src))
-    own = path is not None and is_distributed(path if tag is None else os.path.join(path, tag))
-    return Loader(to, None if framework is None else str(framework), source_is_distributed=own)
+    megatron = path is not None and megatron_run(path, tag) is not None
+    own = path is not None and not megatron and is_distributed(path if tag is None else os.path.join(path, tag))
+    named = None if framework is None else str(framework)
+    return Loader(to, named, source_is_distributed=own, source_is_megatron=megatron)
 
 
 def ensured(
@@ -211,6 +226,12 @@ class _Task:
                 "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
                 "options": {"deepspeed": {"dp": layout.dp}},
             })  # fmt: skip
+        if isinstance(layout, MegatronLayout):
+            return ConvertRequest.model_validate({
+                "source": source, "target": target, "to": layout.to, "dtype": self.wanted.dtype,
+                "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
+                "options": {"deepspeed": {"ep": layout.ep}},
+            })  # fmt: skip
         return ConvertRequest(
             source=source,
             target=target,
@@ -237,6 +258,14 @@ class _Task:
         layout = self.wanted.layout(found)
         if fits(found, layout, self.wanted.dtype):
             return Ensured(source, Outcome.SOURCE)
+        if isinstance(layout, MegatronLayout):
+            raise RequestError(
+                "request.invalid",
+                f"{printable(source)} is a run of Megatron-core, and `ensure` converts such runs in local directories "
+                "only",
+                fix=f"reshard convert {shlex.quote(source)} DST/{found.tag or 'iter_NNNNNNN'} --to megatron"
+                + (f" --ep {layout.ep}" if layout.ep > 1 else ""),
+            )
         place = _said_place(source, out)
         name = None if not isinstance(layout, NativeLayout) else found.tag or source.rstrip("/").rpartition("/")[2]
         self._convert_into(spec, found, layout, place, name)
@@ -505,6 +534,8 @@ class _Local:
             place_schedulers(target, tags)
         elif self._source.step:
             place_step(self._source, target)
+        elif isinstance(layout, MegatronLayout):
+            track(target, TRACKERS[0], str(int(self._source.tag.rpartition("_")[2])))
         if not finished(target, tags):
             raise IntegrityError(
                 "integrity.mismatch",
@@ -520,7 +551,8 @@ class _Local:
         """
         if self._out is None or self._records.read(key) is not None:
             return
-        if any(os.path.lexists(os.path.join(target, n)) for n in (*self._source.tags, "latest")):
+        trackers = TRACKERS if self._source.megatron else ()
+        if any(os.path.lexists(os.path.join(target, n)) for n in (*self._source.tags, "latest", *trackers)):
             raise RequestError(
                 "request.target_exists",
                 f"{printable(target)} holds a checkpoint that is not of this source, tag and layout",

@@ -4,7 +4,8 @@ Source: transformers 5.23.0 `trainer.py` (`_save_checkpoint`, `_load_rng_state`)
 sentinel), accelerate 1.15.0 `checkpointing.py` (`load_accelerator_state`), `accelerator.py` (`load_state`: one tag
 `pytorch_model`, `pytorch_model_1`, ... per model), deepspeed 0.19.8 `runtime/engine.py` (`latest`); verl 0.9.1
 `trainer/ppo/ray_trainer.py` and `utils/checkpoint/checkpoint_manager.py` (a run's steps and its tracker), SkyRL
-0.3.0 `train/trainer.py` (the same under another tracker's name).
+0.3.0 `train/trainer.py` (the same under another tracker's name); Megatron-LM `training/checkpointing.py` (a run's
+iterations and its tracker).
 """
 
 from __future__ import annotations
@@ -47,8 +48,12 @@ _OF_RANK = re.compile(
 """A file of one rank of FSDP: verl's and SkyRL's, Accelerate's without DCP, torch_checkpointing's; or its metadata."""
 STEP = re.compile(r"global_step_([0-9]+)")
 """The name of a step of verl or SkyRL."""
+ITERATION = re.compile(r"iter_([0-9]{7,18})")
+"""The name of an iteration of Megatron-core."""
+_MEGATRON_RANK = re.compile(r"mp_rank_[0-9]{2,}(?:_[0-9]{3,}){0,2}")
+_MEGATRON_DESCRIPTION = "metadata.json"
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
-"""The files in which verl and SkyRL name the number of the step that a run resumes from."""
+"""The files in which verl (also Megatron-core) and SkyRL name the number of the step that a run resumes from."""
 
 
 def local_path(url: str) -> str | None:
@@ -76,6 +81,8 @@ class LocalSource:
     """True for full files of a trainer, which no result takes over."""
     step: str = ""
     """The directory of a step of verl or SkyRL, which holds a checkpoint for each model; these are the tags."""
+    megatron: bool = False
+    """True for an iteration of Megatron-core, which is the tag, in its run."""
 
     @property
     def tag(self) -> str:
@@ -125,6 +132,8 @@ def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> 
     if not _names_in(src):
         raise SourceError("source.not_found", f"{printable(src)} does not exist, or is empty", fix="check the path")
     _refuse_incomplete(src)
+    if (found := megatron_run(src, tag)) is not None:
+        return _alone(found) if for_another_run else found
     if is_distributed(place := src if tag is None else os.path.join(src, tag)):
         home = os.path.realpath(place)
         return LocalSource(home, (_tag_for(home),), names_tag=False, distributed=True)
@@ -165,6 +174,38 @@ def _of_ranks(src: str, tag: str | None) -> LocalSource | None:
     home, step = os.path.split(place)
     models = sorted(n for n in os.listdir(place) if not n.startswith(".") and _holds_rank(os.path.join(place, n)))
     return LocalSource(home, tuple(f"{step}/{n}" for n in models), names_tag, step=step) if models else None
+
+
+def megatron_run(src: str, tag: str | None) -> LocalSource | None:
+    """An iteration of Megatron-core: the one that the tag or a run's tracker names, or `src`; None for others."""
+    if not os.access(src, os.R_OK | os.X_OK) or not os.path.isdir(src):
+        return None
+    if tag is None and _pointed(src) is not None:
+        return None  # a save directory of DeepSpeed, whatever else lies in it
+    place = os.path.realpath(src if tag is None else os.path.join(src, tag))
+    names_tag = tag is None and ITERATION.fullmatch(os.path.basename(place)) is not None
+    if tag is None and not names_tag:
+        if (number := _tracked(place)) is None:
+            return None
+        place = os.path.join(place, f"iter_{int(number):07d}")
+    home, name = os.path.split(place)
+    if ITERATION.fullmatch(name) is None or not _holds_megatron(place):
+        return None
+    return LocalSource(home, (name,), names_tag, megatron=True)
+
+
+def _alone(source: LocalSource) -> LocalSource:
+    """An iteration of Megatron-core as a checkpoint that is a directory itself, for a run of another kind."""
+    return LocalSource(os.path.join(source.home, source.tag), source.tags, names_tag=False, distributed=True)
+
+
+def _holds_megatron(directory: str) -> bool:
+    """True for `torch_dist`, whole or not, and for directories of ranks."""
+    with suppress(OSError):
+        names = os.listdir(directory)
+        ranks = (n for n in names if _MEGATRON_RANK.fullmatch(n))
+        return _MEGATRON_DESCRIPTION in names or any(os.path.isdir(os.path.join(directory, n)) for n in ranks)
+    return False
 
 
 def _of_one_model(source: LocalSource) -> LocalSource:
@@ -507,8 +548,9 @@ def _place(source: str, target: str) -> None:
 def finished(save_directory: str, tags: tuple[str, ...]) -> bool:
     """True if a result is complete.
 
-    A save directory is, if every tag has a manifest, and `latest`, which is written last, exists; that of verl has its
-    tracker in place of `latest`. A distributed checkpoint has no tags, and its manifest in itself.
+    A save directory is, if every tag has a manifest, and `latest`, which is written last, exists; that of verl and of
+    Megatron-core has its tracker in place of `latest`. A distributed checkpoint has no tags, and its manifest in
+    itself.
     """
     if not tags:
         return os.path.isfile(os.path.join(save_directory, MANIFEST))
@@ -516,6 +558,8 @@ def finished(save_directory: str, tags: tuple[str, ...]) -> bool:
     step = tags[-1].partition("/")[0]
     if "/" in tags[-1] and (match := STEP.fullmatch(step)) is not None:
         return whole and _tracked(save_directory) == match[1]
+    if (match := ITERATION.fullmatch(tags[-1])) is not None and _tracked(save_directory) == str(int(match[1])):
+        return whole
     return whole and _pointed_latest(save_directory) in tags
 
 

@@ -19,6 +19,10 @@ DISTRIBUTED = "dcp"
 """The target of distributed checkpoints, and the first word of the names of formats that are read as such."""
 _OF_RANKS = {"fsdp-ranks-": TargetFormat.FSDP_RANKS, "torch-checkpointing": TargetFormat.TORCH_CHECKPOINTING}
 """The formats of files of FSDP's ranks, by the first words of the names that `inspect` gives them."""
+_OF_MEGATRON = "megatron-"
+"""The first word of the names of Megatron-core's files."""
+_MEGATRON_FOR_ALL = "megatron-torch-dist"
+"""The name of those that load at any tensor, pipeline and data parallelism; other names go on from this one."""
 _BF16_OPTIMIZER = "deepspeed-bf16-optimizer"
 _DTYPES = {WeightDtype.FP32: "float32", WeightDtype.BF16: "bfloat16", WeightDtype.FP16: "float16"}
 _LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
@@ -108,7 +112,20 @@ class RanksLayout(FormatOptions):
     """Number of ranks."""
 
 
-Layout = NativeLayout | DistributedLayout | RanksLayout
+class MegatronLayout(FormatOptions):
+    """A distributed checkpoint of Megatron-core, for any tensor, pipeline and data parallelism."""
+
+    to: TargetFormat
+    ep: int
+    """Expert-parallel ranks: with several, experts have an optimizer of their own."""
+    tp: int | None = Field(default=None, exclude=True)
+    """Tensor-parallel ranks of the run. A result is the same for all, and so is its key; files of one layout are not.
+    None where neither the caller nor the source says it."""
+    pp: int | None = Field(default=None, exclude=True)
+    """Pipeline stages of the run, in the same way."""
+
+
+Layout = NativeLayout | DistributedLayout | RanksLayout | MegatronLayout
 """The layout of a result."""
 
 
@@ -121,6 +138,7 @@ class Loader:
     framework: str | None = None
     """Framework that will load a distributed checkpoint; None for the source's, or any."""
     source_is_distributed: bool = False
+    source_is_megatron: bool = False
 
     def __post_init__(self) -> None:
         """Refuse arguments that do not go together.
@@ -142,6 +160,11 @@ class Loader:
     def distributed(self) -> bool:
         """True if the result is a distributed checkpoint, which needs no number of ranks."""
         return self.kind == DISTRIBUTED or (self.kind is None and self.source_is_distributed)
+
+    @property
+    def any_ranks(self) -> bool:
+        """True if the result needs no number of data-parallel ranks: also that of a run of Megatron-core."""
+        return self.distributed or (self.kind is None and self.source_is_megatron)
 
 
 _OWN = Loader()
@@ -200,8 +223,8 @@ class Wanted:
             said |= {name: kind(str(said[name])) for name, kind in _LISTS.items() if name in said}
         except ValueError as error:
             raise RequestError("request.invalid", str(error), fix="reshard ensure --help") from None
-        told = None if "dp" in said or loader.distributed else world_size(environ)
-        if told is None and "dp" not in said and not loader.distributed:
+        told = None if "dp" in said or loader.any_ranks else world_size(environ)
+        if told is None and "dp" not in said and not loader.any_ranks:
             raise RequestError(
                 "request.invalid",
                 f"no launcher says how many processes there are (none of {', '.join(_LAUNCHERS)}), and no dp was given",
@@ -213,6 +236,7 @@ class Wanted:
         """A text that is the same for equal arguments. It says them by the names that earlier results have."""
         said = asdict(self)
         loader = said.pop("loader")
+        del loader["source_is_megatron"]  # of the source, whose files are in the key, too
         said["framework"] = {("grammar" if name == "framework" else name): value for name, value in loader.items()}
         return repr(sorted((name, value) for name, value in said.items() if name != "memory_limit_bytes"))
 
@@ -227,6 +251,16 @@ class Wanted:
             )
         return RanksLayout(to=own, dp=self.dp or self.processes or 1)
 
+    def _of_megatron(self, found: Inspection) -> MegatronLayout:
+        if self.zero_stage is not None:
+            raise RequestError(
+                "request.invalid",
+                "--zero-stage: the source is of Megatron-core, and its run loads nothing else",
+                fix="for a run of DeepSpeed: --to zero; else leave it out",
+            )
+        sizes = {axis: getattr(self, axis) or found.world.get(axis) for axis in ("tp", "pp")}
+        return MegatronLayout(to=TargetFormat.MEGATRON, ep=self.ep or found.world.get("ep", 1), **sizes)
+
     def layout(self, found: Inspection) -> Layout:
         """The wanted layout, completed from a source.
 
@@ -238,6 +272,8 @@ class Wanted:
             return DistributedLayout(framework=self.loader.framework)
         if kind is None and (own := ranks_of(found)) is not None:
             return self._of_ranks(own)
+        if kind is None and found.format.startswith(_OF_MEGATRON):
+            return self._of_megatron(found)
         sizes = {axis: getattr(self, axis) or found.world.get(axis, 1) for axis in ("tp", "pp", "ep")}
         dp = self.dp
         if dp is None:
@@ -279,6 +315,8 @@ def fits(found: Inspection, layout: Layout, dtype: WeightDtype | None) -> bool:
         return dtype is None and same and is_distributed(found)
     if isinstance(layout, RanksLayout):
         return dtype is None and ranks_of(found) is layout.to and prod(found.world.values()) == layout.dp
+    if isinstance(layout, MegatronLayout):
+        return dtype is None and _loads_in_megatron(found, layout)
     stage = stage_of(found)
     if stage is None or (layout.zero_stage is not None and layout.zero_stage is not stage):
         return False
@@ -288,6 +326,18 @@ def fits(found: Inspection, layout: Layout, dtype: WeightDtype | None) -> bool:
         # Without ZeRO every rank loads the same file, for any number of ranks.
         return False
     return dtype is None or _model_dtypes(found) == {_DTYPES[dtype]}
+
+
+def _loads_in_megatron(found: Inspection, layout: MegatronLayout) -> bool:
+    """True if Megatron-core loads these files itself at a layout.
+
+    Buckets and directories of ranks are for the tensor, pipeline and expert parallelism that saved them. Otherwise only
+    the number of optimizers counts: with several expert-parallel ranks, experts have one of their own.
+    """
+    ep = found.world.get("ep", 1)
+    if found.format == _MEGATRON_FOR_ALL:
+        return (ep > 1) is (layout.ep > 1)
+    return (layout.tp, layout.pp, layout.ep) == (found.world.get("tp"), found.world.get("pp"), ep)
 
 
 def stage_of(found: Inspection) -> ZeroStage | None:
@@ -312,6 +362,9 @@ def name_of(tag: str, layout: Layout, dtype: WeightDtype | None, key: str) -> st
         )
     if isinstance(layout, RanksLayout):
         return "-".join((tag.replace("/", "_"), layout.to.value, f"dp{layout.dp}", key[:8]))
+    if isinstance(layout, MegatronLayout):
+        experts = [f"ep{layout.ep}"] if layout.ep > 1 else []
+        return "-".join((tag.replace("/", "_"), layout.to.value, *experts, key[:8]))
     parts = [tag.replace("/", "_"), f"dp{layout.dp}"]
     parts += [f"{axis}{size}" for axis in ("tp", "pp", "ep") if (size := getattr(layout, axis)) > 1]
     parts += [] if layout.zero_stage is None else [f"zero{layout.zero_stage.value}"]

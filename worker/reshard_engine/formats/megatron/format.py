@@ -170,6 +170,15 @@ class _Assembly:
         held = any(_OLD_OBJECTS in key for key in self._values)
         return said if said in _OLD_TYPES else _OLD_TYPES[1] if flattened else _OLD_TYPES[0] if held else ""
 
+    @property
+    def _kind(self) -> str:
+        """The name of these files for people, and for `ensure`.
+
+        It ends with how the optimizer was saved, if that asks for the same tensor and pipeline parallelism.
+        """
+        of_layout = "dp_reshardable" if self._buckets.found else self._old_type
+        return "-".join(["megatron-torch-dist", *([of_layout.replace("_", "-")] if of_layout else [])])
+
     def _wanted(self) -> list[SavedTensor]:
         unread = (_STATES,) if self._old_type else ()
         return [t for t in self._state.tensors if not is_of_buckets(t.entry.key) and not t.entry.key.startswith(unread)]
@@ -207,7 +216,7 @@ class _Assembly:
         random_states, not_carried = self._objects()
         built = self._model.checkpoint(
             self._url,
-            "megatron-torch-dist",
+            self._kind,
             self._files,
             self._options,
             groups,

@@ -1,0 +1,163 @@
+"""`reshard.ensure` for runs of Megatron-core: what loads as it is stays, all else is written once for every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from house.expected import raised
+from house.megatron_runs import MegatronRun
+from house.promises import command
+from house.saves import LAUNCHERS, same, wanted
+from reshard.choices import TargetFormat
+from reshard.ensuring.call import Outcome, ensured, loader_of
+from reshard.ensuring.world import MegatronLayout
+from reshard.errors import RequestError, SourceError
+from reshard.local import load_engine
+from reshard.options import SourceSpec
+
+LOCAL = {"transformer_impl": "local", "moe_grouped_gemm": False, "accumulate_allreduce_grads_in_fp32": True}
+STEP, TRACKER = "iter_0000007", "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHERS, "RESHARD_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def buckets(root: Path, **options: Any) -> Path:
+    """A run that was saved as `dp_reshardable`, at two tensor-parallel ranks and two stages unless told otherwise."""
+    MegatronRun(**{"tensor": 2, "pipeline": 2, "said": LOCAL, **options}).save_torch_dist(root)
+    (root / TRACKER).write_text("7")
+    return root
+
+
+def kind(place: str | Path) -> str:
+    return load_engine().inspect(SourceSpec(url=str(place))).format
+
+
+def asked(src: str | Path, **options: Any) -> Any:
+    return ensured(src, wanted(**options, environ={}, loader=loader_of(src, None)))
+
+
+def results(run: Path) -> list[str]:
+    return sorted(p.name for p in (run / ".reshard").iterdir() if p.is_dir())
+
+
+def test_buckets_stay_at_their_layout(tmp_path: Path) -> None:
+    """No number of ranks is needed: buckets load on any number of data-parallel ranks."""
+    run = buckets(tmp_path / "run")
+    assert kind(run) == "megatron-torch-dist-dp-reshardable"
+    sizes: list[dict[str, int]] = [{}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 8}]
+    for asks in sizes:
+        assert reshard.ensure(run, **asks) == str(run)
+        assert reshard.ensure(run / STEP, **asks) == str(run / STEP)
+    assert results(run) == []
+
+
+def test_another_layout_is_written_once_for_all(tmp_path: Path) -> None:
+    run = buckets(tmp_path / "run")
+    made = asked(run, tp=4, pp=1)
+    assert made.outcome is Outcome.CONVERTED
+    assert made.layout == MegatronLayout(to=TargetFormat.MEGATRON, ep=1, tp=4, pp=1)
+    result = Path(made.path)
+    assert result.parent == run / ".reshard"
+    assert result.name.startswith(f"{STEP}-megatron-")
+    assert {p.name for p in result.iterdir()} == {STEP, TRACKER}
+    assert (result / TRACKER).read_text() == "7"
+    assert kind(result) == "megatron-torch-dist"
+    assert same(run, result)
+    for asks in ({"tp": 4, "pp": 1}, {"tp": 1, "pp": 4, "dp": 2}, {"pp": 1}):
+        again = asked(run, **asks)
+        assert (again.outcome, again.path) == (Outcome.EARLIER, str(result))
+        assert reshard.ensure(result, **asks) == str(result), "its files load at any layout"
+    assert Path(reshard.ensure(run / STEP, tp=4)) == result / STEP
+    assert results(run) == [result.name]
+
+
+def test_a_newer_iteration_gets_a_result_of_its_own(tmp_path: Path) -> None:
+    run = buckets(tmp_path / "run")
+    first = reshard.ensure(run, tp=1)
+    (run / STEP).rename(run / "iter_0000005")
+    MegatronRun(tensor=2, pipeline=2, said=LOCAL, seed=4).save_torch_dist(run)
+    second = reshard.ensure(run, tp=1)
+    assert second != first
+    assert same(run, second)
+    older = Path(reshard.ensure(run, tp=1, tag="iter_0000005"))
+    assert ((older / TRACKER).read_text(), (run / TRACKER).read_text()) == ("5", "7")
+    assert same(first, older / "iter_0000005")
+
+
+def test_a_result_without_its_tracker_is_not_returned(tmp_path: Path) -> None:
+    run = buckets(tmp_path / "run")
+    result = Path(reshard.ensure(run, tp=1))
+    (result / TRACKER).unlink()
+    assert asked(run, tp=1).outcome is Outcome.CONVERTED
+    assert (result / TRACKER).read_text() == "7"
+
+
+def test_directories_of_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    MegatronRun(tensor=2, said=LOCAL).save_legacy(run)
+    assert reshard.ensure(run, tp=2, dp=4) == str(run)
+    result = reshard.ensure(run, tp=1)
+    assert kind(result) == "megatron-torch-dist"
+    assert same(run, result)
+
+
+def test_experts_have_an_optimizer_of_their_own_with_several_ranks(tmp_path: Path) -> None:
+    run = buckets(tmp_path / "run", tensor=1, pipeline=1, experts=4, expert_ranks=4, data=4)
+    assert reshard.ensure(run) == reshard.ensure(run, ep=4) == str(run)
+    two = Path(reshard.ensure(run, ep=2))
+    assert two.name.startswith(f"{STEP}-megatron-ep2-")
+    assert reshard.ensure(two, ep=4, tp=2) == reshard.ensure(two) == str(two)
+    one = reshard.ensure(two, ep=1)
+    assert reshard.ensure(one, pp=2) == one != str(two)
+    assert reshard.ensure(one, ep=4) != one
+
+
+def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
+    """Its masters are not those of its weights."""
+    run = tmp_path / "run"
+    MegatronRun(tensor=2, said=LOCAL).save_legacy(run)
+    file = run / STEP / "mp_rank_01" / "model_optim_rng.pt"
+    state = torch.load(file, weights_only=False)
+    state["model"]["decoder.layers.1.mlp.linear_fc2.weight"][3, 4] += 1
+    torch.save(state, file)
+    for _ in range(2):
+        assert raised(SourceError, reshard.ensure, run, tp=1).code == "checkpoint.damaged"
+    assert not list((run / ".reshard").rglob(TRACKER))
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    run = buckets(tmp_path / "run")
+    error = raised(RequestError, reshard.ensure, run, tp=1, zero_stage=2)
+    assert error.message.startswith("--zero-stage: the source is of Megatron-core")
+    assert raised(RequestError, reshard.ensure, run, ep=2).message == "--ep: the model has no experts"
+    other = buckets(tmp_path / "other")
+    error = raised(RequestError, reshard.ensure, run, tp=1, out=other)
+    assert error.code == "request.target_exists"
+    (run / STEP / ".metadata").unlink()
+    assert raised(SourceError, reshard.ensure, run, tp=1).code in {"source.unknown_kind", "checkpoint.incomplete"}
+
+
+def test_another_kind_of_run_gets_its_own_files(tmp_path: Path) -> None:
+    run = buckets(tmp_path / "run")
+    for place in (run, run / STEP):
+        found = reshard.diff(run, reshard.ensure(place, to="dcp"), progress=False)
+        assert [d.name for d in found.differences] == ["schedulers"], "which is Megatron-core's own"
+
+
+def test_the_command_prints_the_path(tmp_path: Path) -> None:
+    run = buckets(tmp_path / "run")
+    code, said, told = command("ensure", str(run), "--tp", "4", "--pp", "1")
+    assert (code, Path(said.strip()).parent) == (0, run / ".reshard"), told
+    assert "ranks, from" not in told
+    again = json.loads(command("ensure", str(run), "--tp", "4", "--pp", "1", "--json")[1])
+    assert (again["outcome"], again["path"]) == ("earlier", said.strip())
