@@ -111,3 +111,31 @@ def test_megatron_goes_on_at_other_layouts(name: str, tmp_path: Path, worlds: Wo
         assert reshard.verify(target).ok
         now = {k: v for k, v in case.items() if k not in own} | layout
         goes_on(worlds, begun, now, ["torch_dist", str(target.parent)], tmp_path / f"now_{number}", close=_close(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "form", "layout", "stays"),
+    [
+        (LLAMA | {"tp": 2}, "dp_reshardable", {"tp": 4}, False),
+        (LLAMA | {"tp": 2}, "dp_reshardable", {"tp": 2, "dp": 2}, True),
+        (LLAMA | {"tp": 2}, "torch", {"tp": 2, "dp": 2}, True),
+        (LLAMA | {"tp": 2}, "fully_reshardable", {"pp": 2}, True),
+        (LLAMA | {"tp": 2, "plain": True}, "torch", {"tp": 2, "dp": 2}, True),
+        (LLAMA | {"tp": 2, "plain": True}, "fully_reshardable", {"tp": 1, "pp": 2}, True),
+        (MOE | {"ep": 2, "dp": 2}, "torch", {"ep": 2, "dp": 4}, True),
+        (MOE | {"ep": 2, "dp": 2}, "dp_reshardable", {"ep": 2, "dp": 4}, True),
+        (MOE | {"ep": 2, "dp": 2}, "fully_reshardable", {"ep": 4, "dp": 4, "tp": 1}, True),
+        (MOE | {"ep": 2, "dp": 2}, "fully_reshardable", {"ep": 1, "tp": 2}, False),
+    ],
+)
+def test_megatron_goes_on_with_what_ensure_returns(
+    case: dict[str, Any], form: str, layout: dict[str, int], stays: bool, tmp_path: Path, worlds: Worlds
+) -> None:
+    """What stays is loaded as it was saved, also on another number of data-parallel ranks."""
+    begun = run(worlds, case, tmp_path / "begun", save=[[form, str(tmp_path / "saved")]])
+    sizes = {"tp": 1, "pp": 1} | {axis: size for axis, size in layout.items() if axis != "dp"}
+    load = reshard.ensure(tmp_path / "saved", **sizes)
+    assert (load == str(tmp_path / "saved")) is stays
+    kind = "torch" if form == "torch" else "torch_dist"
+    now = {k: v for k, v in case.items() if k in ("model", "plain")} | layout
+    goes_on(worlds, begun, now, [kind, load], tmp_path / "now", close=_close(case))
