@@ -57,6 +57,8 @@ class Run:
     experts: int = 4
     plain: bool = False
     """True for an optimizer that is not distributed."""
+    positions: int = SEQUENCE
+    """Rows of learned positions."""
     bucket: int | None = None
     """Elements after which a bucket closes, which come with `overlap_grad_reduce`; None for one bucket."""
     more: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -121,7 +123,7 @@ class Training:
                 config,
                 spec,
                 run.padded,
-                SEQUENCE,
+                run.positions,
                 pre_process=parallel_state.is_pipeline_first_stage(**whole),
                 post_process=parallel_state.is_pipeline_last_stage(**whole),
                 share_embeddings_and_output_weights=gpt,
@@ -329,7 +331,7 @@ class Training:
             swiglu=not gpt, add_bias_linear=gpt, add_qkv_bias=config.add_qkv_bias, qk_layernorm=config.qk_layernorm,
             untie_embeddings_and_output_weights=not gpt, normalization=config.normalization,
             norm_epsilon=config.layernorm_epsilon, position_embedding_type="learned_absolute" if gpt else "rope",
-            add_position_embedding=True, max_position_embeddings=SEQUENCE, seq_length=SEQUENCE,
+            add_position_embedding=True, max_position_embeddings=run.positions, seq_length=SEQUENCE,
             padded_vocab_size=run.padded, vocab_size=run.vocab, make_vocab_size_divisible_by=8,
             tensor_model_parallel_size=run.tp, pipeline_model_parallel_size=run.pp,
             virtual_pipeline_model_parallel_size=run.vpp, num_layers_per_virtual_pipeline_stage=None,

@@ -37,6 +37,7 @@ from reshard_engine.formats.dcp_files.saved_state import (
 )
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer
+from reshard_engine.formats.megatron.across import ORDERS, is_megatron_deepspeed, renamed_from_deepspeed
 from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import SCALER, CommonState, ReadGroups, only_one, read_groups
@@ -417,7 +418,8 @@ class Megatron(Format):
         if names not in _NAMES:
             text = "--hf-rules says how --names hf and --names megatron-core rename"
             raise RequestError("request.invalid", text, fix="add --names hf")
-        requested_family(said)
+        if said not in ORDERS:
+            requested_family(said)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint with a damaged optimizer left out or repaired, and under the names that the request says.
@@ -427,6 +429,8 @@ class Megatron(Format):
                 rule explains; as `repaired`.
             SourceError: As `repaired`.
         """
+        if is_megatron_deepspeed(checkpoint, request):
+            return renamed_from_deepspeed(checkpoint, request)
         return renamed(self._without_damage(checkpoint, request), request)
 
     @staticmethod

@@ -95,16 +95,17 @@ def facts_for(checkpoint: Checkpoint, options: MegatronOptions) -> MegatronFacts
             f"{where}, and nothing says the arguments of the run: {listed(lost)}",
             fix="--megatron-args FILE, a JSON object with them",
         )
-    if checkpoint.optimizer is not None:
+    if checkpoint.optimizer is not None and not (isinstance(facts, MegatronFacts) and facts.steps):
         raise RequestError(
             "request.unsatisfiable",
             f"{where}, whose param groups are not those of Megatron-core (wd_mult, lr_mult, max_lr, min_lr)",
             fix="--to dcp keeps the optimizer; --to safetensors takes the weights, which --to megatron takes then",
         )
-    common, names = CommonState({}, said), [p.fqn for p in checkpoint.parameters]
+    known = facts if isinstance(facts, MegatronFacts) else MegatronFacts(CommonState({}, {}))
+    common, names = replace(known.common, args=said), [p.fqn for p in checkpoint.parameters]
     rules = KeyRules.for_model(names, local=said["transformer_impl"] == "local")
     numbered = {*rules.numbered, *(("decoder.layers",) if common.layers_differ else ())}
-    return MegatronFacts(common, rules=replace(rules, numbered=frozenset(numbered)))
+    return MegatronFacts(common, steps=known.steps, rules=replace(rules, numbered=frozenset(numbered)))
 
 
 def _of_run(checkpoint: Checkpoint, facts: MegatronFacts, args: Mapping[str | int, Node]) -> MegatronFacts:

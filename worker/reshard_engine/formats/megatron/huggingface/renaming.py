@@ -97,7 +97,7 @@ def _there(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     config = None if request.model_files is None else _ConfigFile.of(request.model_files, request)
     heads = _heads(args, config, chosen[0])
     sizes = {m.megatron: _attention(m, shapes, heads, args) for m in matched if m.rule.rows is Rows.QKV}
-    work = _Renaming(checkpoint)
+    work = Renaming(checkpoint)
     for one in matched:
         work.split(one, sizes.get(one.megatron))
     done = work.checkpoint([(m.megatron, m.parts) for m in matched], left_out)
@@ -279,7 +279,7 @@ def _back(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     read = _read_names(checkpoint, request, config)
     family, matched = read.family, read.matched
     _require_head(family, matched, config)
-    work = _Renaming(checkpoint, read.names)
+    work = Renaming(checkpoint, read.names)
     heads = None if config is None else config.count(family.heads)
     sizes: dict[str, Attention] = {}
     for one in matched:
@@ -421,7 +421,7 @@ def _norm_of(one: Matched, shapes: Mapping[str, tuple[int, ...]]) -> int:
 # The renamed checkpoint.
 
 
-class _Renaming:
+class Renaming:
     """Renames parameters, splits them into others, and joins them, as views."""
 
     def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str] | None = None) -> None:
