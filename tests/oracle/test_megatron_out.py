@@ -133,7 +133,7 @@ def test_megatron_goes_on_with_what_ensure_returns(
 ) -> None:
     """What stays is loaded as it was saved, also on another number of data-parallel ranks."""
     begun = run(worlds, case, tmp_path / "begun", save=[[form, str(tmp_path / "saved")]])
-    sizes = {"tp": 1, "pp": 1} | {axis: size for axis, size in layout.items() if axis != "dp"}
+    sizes: dict[str, Any] = {"tp": 1, "pp": 1} | {axis: size for axis, size in layout.items() if axis != "dp"}
     load = reshard.ensure(tmp_path / "saved", **sizes)
     assert (load == str(tmp_path / "saved")) is stays
     kind = "torch" if form == "torch" else "torch_dist"

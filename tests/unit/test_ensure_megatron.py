@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def buckets(root: Path, **options: Any) -> Path:
     """A run that was saved as `dp_reshardable`, at two tensor-parallel ranks and two stages unless told otherwise."""
-    MegatronRun(**{"tensor": 2, "pipeline": 2, "said": LOCAL, **options}).save_torch_dist(root)
+    said: dict[str, Any] = {"tensor": 2, "pipeline": 2, "said": LOCAL, **options}
+    MegatronRun(**said).save_torch_dist(root)
     (root / TRACKER).write_text("7")
     return root
 
@@ -54,7 +56,7 @@ def test_buckets_stay_at_their_layout(tmp_path: Path) -> None:
     """No number of ranks is needed: buckets load on any number of data-parallel ranks."""
     run = buckets(tmp_path / "run")
     assert kind(run) == "megatron-torch-dist-dp-reshardable"
-    sizes: list[dict[str, int]] = [{}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 8}]
+    sizes: list[dict[str, Any]] = [{}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 8}]
     for asks in sizes:
         assert reshard.ensure(run, **asks) == str(run)
         assert reshard.ensure(run / STEP, **asks) == str(run / STEP)
@@ -73,7 +75,8 @@ def test_another_layout_is_written_once_for_all(tmp_path: Path) -> None:
     assert (result / TRACKER).read_text() == "7"
     assert kind(result) == "megatron-torch-dist"
     assert same(run, result)
-    for asks in ({"tp": 4, "pp": 1}, {"tp": 1, "pp": 4, "dp": 2}, {"pp": 1}):
+    others: list[dict[str, Any]] = [{"tp": 4, "pp": 1}, {"tp": 1, "pp": 4, "dp": 2}, {"pp": 1}]
+    for asks in others:
         again = asked(run, **asks)
         assert (again.outcome, again.path) == (Outcome.EARLIER, str(result))
         assert reshard.ensure(result, **asks) == str(result), "its files load at any layout"
@@ -145,6 +148,17 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert error.code == "request.target_exists"
     (run / STEP / ".metadata").unlink()
     assert raised(SourceError, reshard.ensure, run, tp=1).code in {"source.unknown_kind", "checkpoint.incomplete"}
+
+
+def test_nothing_is_converted_away_from_local_directories(tmp_path: Path) -> None:
+    run = buckets(tmp_path / "run")
+    assert reshard.ensure(run, tp=2, pp=2, out="s3://bucket/run") == str(run)
+    error = raised(RequestError, reshard.ensure, run, tp=1, out="s3://bucket/run")
+    assert error.code == "request.invalid"
+    assert error.fix == f"reshard convert {run} DST/{STEP} --to megatron"
+    line = error.fix.replace("DST", str(tmp_path / "now"))
+    assert command(*shlex.split(line)[1:])[0] == 0
+    assert same(run, tmp_path / "now")
 
 
 def test_another_kind_of_run_gets_its_own_files(tmp_path: Path) -> None:
