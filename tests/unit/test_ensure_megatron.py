@@ -114,6 +114,20 @@ def test_directories_of_ranks(tmp_path: Path) -> None:
     assert same(run, result)
 
 
+def test_arguments_that_the_files_do_not_say(tmp_path: Path) -> None:
+    """Keys of norms depend on one, which directories of ranks do not show."""
+    run, file = tmp_path / "run", tmp_path / "args.json"
+    MegatronRun(tensor=2, said=LOCAL | {"transformer_impl": None}).save_legacy(run)
+    assert "--megatron-args FILE" in raised(RequestError, reshard.ensure, run, tp=1).fix
+    said = '{"transformer_impl": "local"}'
+    result = reshard.ensure(run, tp=1, megatron_args=said)
+    assert kind(result) == "megatron-torch-dist"
+    file.write_text(said)
+    assert command("ensure", str(run), "--tp", "1", "--megatron-args", str(file))[1].strip() == result
+    error = raised(RequestError, reshard.ensure, run, to="dcp", megatron_args=said)
+    assert error.message == "--megatron-args is for runs of Megatron-core"
+
+
 def test_experts_have_an_optimizer_of_their_own_with_several_ranks(tmp_path: Path) -> None:
     run = buckets(tmp_path / "run", tensor=1, pipeline=1, experts=4, expert_ranks=4, data=4)
     assert reshard.ensure(run) == reshard.ensure(run, ep=4) == str(run)

@@ -96,6 +96,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     out: str | os.PathLike[str] | None = None,
     rules: str | None = None,
     family: str | None = None,
+    megatron_args: str | None = None,
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
     url: str | None = None,
     timeout_s: float | None = None,
@@ -125,6 +126,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         out: Save directory to create; by default one below `.reshard` in the source's save directory.
         rules: Rules as YAML: how tensor parallelism cuts parameters, if the source does not say.
         family: Built-in set of such rules.
+        megatron_args: Arguments of Megatron-LM as JSON, for what a run of Megatron-core does not say and its conversion
+            needs.
         opaque: Policy for objects of classes that are not on the allow-list: `refuse` (the default), `keep` (they are
             written again, unexecuted) or `drop` (None is written in their place).
         url: URL of a service that converts; by default `RESHARD_URL`. Without either, this process converts.
@@ -149,7 +152,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     wanted = Wanted.of(
         {
             "dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "dtype": dtype, "rules": rules,
-            "family": family, "opaque": opaque,
+            "family": family, "megatron_args": megatron_args, "opaque": opaque,
             "memory_limit_bytes": None if memory_limit is None else size_of(memory_limit),
         },
         environ=os.environ,
@@ -230,7 +233,9 @@ class _Task:
             return ConvertRequest.model_validate({
                 "source": source, "target": target, "to": layout.to, "dtype": self.wanted.dtype,
                 "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
-                "options": {"deepspeed": {"ep": layout.ep}},
+                "options": {
+                    "deepspeed": {"ep": layout.ep}, "megatron": {"megatron_args": self.wanted.megatron_args},
+                },
             })  # fmt: skip
         return ConvertRequest(
             source=source,
@@ -491,7 +496,8 @@ class _Local:
             return Ensured(self._src, Outcome.SOURCE)
         layout = self._completed(wanted.layout(found[-1]))
         # Calls with other arguments may mean this result, too: `--dp 4`, or a world of four processes.
-        wishes = (wanted.dtype or "", wanted.rules or "", wanted.family or "", wanted.opaque)
+        wishes = [wanted.dtype or "", wanted.rules or "", wanted.family or "", wanted.opaque]
+        wishes += [] if wanted.megatron_args is None else [wanted.megatron_args]
         key = _key(layout.model_dump_json(by_alias=True), *wishes, *self._facts)
         name = name_of(self._source.tag, layout, wanted.dtype, key)
         target = self._out or os.path.join(self._records.folder, name)

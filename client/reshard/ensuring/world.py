@@ -187,6 +187,8 @@ class Wanted:
     family: str | None = None
     opaque: OpaquePolicy = OpaquePolicy.REFUSE
     """Policy for objects of classes that are not on the allow-list."""
+    megatron_args: str | None = None
+    """Arguments of Megatron-LM as JSON, for what a run of Megatron-core does not say and its conversion needs."""
     processes: int | None = None
     """Number of processes of the launcher; needed if `dp` is None."""
     loader: Loader = Loader()
@@ -236,6 +238,8 @@ class Wanted:
         """A text that is the same for equal arguments. It says them by the names that earlier results have."""
         said = asdict(self)
         loader = said.pop("loader")
+        if self.megatron_args is None:
+            del said["megatron_args"]
         del loader["source_is_megatron"]  # of the source, whose files are in the key, too
         said["framework"] = {("grammar" if name == "framework" else name): value for name, value in loader.items()}
         return repr(sorted((name, value) for name, value in said.items() if name != "memory_limit_bytes"))
@@ -268,12 +272,14 @@ class Wanted:
             RequestError: `request.invalid` if tp x pp does not divide the number of processes.
         """
         kind = self.loader.kind
+        if kind is None and found.format.startswith(_OF_MEGATRON):
+            return self._of_megatron(found)
+        if self.megatron_args is not None:
+            raise RequestError("request.invalid", "--megatron-args is for runs of Megatron-core", fix="leave it out")
         if kind == DISTRIBUTED or (kind is None and is_distributed(found)):
             return DistributedLayout(framework=self.loader.framework)
         if kind is None and (own := ranks_of(found)) is not None:
             return self._of_ranks(own)
-        if kind is None and found.format.startswith(_OF_MEGATRON):
-            return self._of_megatron(found)
         sizes = {axis: getattr(self, axis) or found.world.get(axis, 1) for axis in ("tp", "pp", "ep")}
         dp = self.dp
         if dp is None:
