@@ -43,7 +43,16 @@ from reshard_engine.formats.megatron.huggingface.rules import (
 )
 from reshard_engine.formats.megatron.model import MegatronFacts
 from reshard_engine.formats.megatron.writer import said_args
-from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items, mapping_of, namespace_items
+from reshard_engine.pickles.nodes import (
+    Node,
+    PList,
+    PTuple,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    namespace_items,
+    sequence_items,
+)
 
 GROUPED, SPLIT = "megatron-deepspeed-grouped", "megatron-deepspeed-split"
 ORDERS = (GROUPED, SPLIT)
@@ -229,11 +238,11 @@ def _args(
     checkpoint: Checkpoint, own: Mapping[str | int, Node], said: Mapping[str | int, Node]
 ) -> dict[str | int, Node]:
     """The arguments of a run of Megatron-core: those of the source that mean the same, and those the user says."""
-    args: dict[str | int, Node] = {k: own[k] for k in _SAME if own.get(k) is not None}
+    args: dict[str | int, Node] = {k: v for k in _SAME if isinstance(v := own.get(k), str | int | float)}
     if (norm := _NORMS.get(str(own.get("normalization")))) is not None:
         args["normalization"] = norm
     for new, old in (("norm_epsilon", "layernorm_epsilon"), ("rotary_base", "rope_theta")):
-        if own.get(old) is not None:
+        if _is_number(own.get(old)):
             args[new] = own[old]
     if own.get("use_rotary_position_embeddings") is True:
         args["position_embedding_type"] = "rope"
@@ -254,9 +263,9 @@ def _decoupled(optimizer: OptimizerState | None) -> bool | None:
     """True for AdamW, False for Adam; None where nothing says it."""
     if optimizer is None:
         return None
-    found = {g.hyper_parameters.get("decoupled_weight_decay") for g in optimizer.groups}
-    known = found.pop() if len(found) == 1 else None
-    return known if isinstance(known, bool) else optimizer.decoupled_weight_decay
+    said = [g.hyper_parameters.get("decoupled_weight_decay") for g in optimizer.groups]
+    found = {one for one in said if isinstance(one, bool)}
+    return found.pop() if len(found) == 1 else optimizer.decoupled_weight_decay
 
 
 def _require_gates(checkpoint: Checkpoint, args: Mapping[str | int, Node]) -> None:
@@ -301,7 +310,7 @@ def _schedule(node: Node) -> dict[str | int, Node] | None:
     """The schedule by steps; None for another one, such as one by tokens."""
     items = mapping_items(node, what="lr_scheduler") if is_mapping(node) else {}
     by_tokens = items.get("lr_decay_tokens") is not None or items.get("lr_warmup_tokens") is not None
-    if by_tokens or any(items.get(k) is None for k in _SCHEDULE):
+    if by_tokens or not all(isinstance(items.get(k), str | int | float) for k in _SCHEDULE):
         return None
     return {k: items[k] for k in _SCHEDULE}
 
@@ -353,8 +362,11 @@ def _group_of(
         RequestError: `request.unsatisfiable`.
     """
     name, wanted = printable(parameter.fqn), 1.0 if decays else 0.0
-    if lost := [k for k in ("lr", "betas", "eps", "weight_decay") if fields.get(k) is None]:
-        raise _unfit(f"the param group of {name} has no {listed(lost)}")
+    betas = fields.get("betas")
+    pair = sequence_items(betas, what="betas") if isinstance(betas, PList | PTuple) else ()
+    lost = [k for k in ("lr", "eps", "weight_decay") if not _is_number(fields.get(k))]
+    if lost := [*lost, *(["betas"] if len(pair) != 2 or not all(map(_is_number, pair)) else [])]:
+        raise _unfit(f"the param group of {name} says no number for {listed(lost)}")
     decay, rate, multiplier = fields["weight_decay"], fields.get("lr_mult", 1.0), fields.get("wd_mult")
     if multiplier is None:
         # Without the multiplier, the decay itself says which of both groups it is.
