@@ -196,6 +196,50 @@ def test_the_order_of_rows_is_never_guessed(tmp_path: Path) -> None:
     assert "consists of sections" in str(refused(sections, tmp_path, hf_rules=GROUPED))
 
 
+def test_sections_that_the_user_says_are_taken(tmp_path: Path) -> None:
+    """Rules of the request, for a version that declares plain slices and stores [Q | K | V] in each."""
+    name, part = "gpt_fp32_z1_tp2pp1dp2", HEADS * SIZE
+    rules = tmp_path / "rules.yaml"
+
+    def say(sections: list[int]) -> Path:
+        one = {
+            "shape": [sections, 32],
+            "partition_dim": 0,
+            "patterns": [r"\d+\.self_attention\.query_key_value\.weight"],
+        }
+        other = {**one, "shape": [sections], "patterns": [r"\d+\.self_attention\.query_key_value\.bias"]}
+        rules.write_text(json.dumps({"parameter_with_sub_params": [one, other]}))
+        return rules
+
+    found = whole(converted(name, tmp_path / STEP, hf_rules=SPLIT, rules=say([part, part, part])))
+    wanted = truth(name)
+    # The truth is both slices behind each other, of two heads each; by group, a head's query, key and value follow.
+    rows = [
+        head // 2 * 3 * 2 * SIZE + kind * 2 * SIZE + head % 2 * SIZE + at
+        for head in range(HEADS) for kind in range(3) for at in range(SIZE)
+    ]  # fmt: skip
+    for layer in range(LAYERS):
+        for last in ("weight", "bias"):
+            for state, kind in (("param", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+                inner = f"self_attention.linear_qkv.{last}"
+                ours = found[f"optimizer.state.{state}.decoder.layers.{inner}"][layer]
+                assert torch.equal(ours, wanted[f"decoder.layers.{layer}.{inner}/{kind}"][rows])
+    error = refused(name, tmp_path / "not", hf_rules=SPLIT, rules=say([part, 2 * part]))
+    assert "queries, keys and values are (32, 32, 32)" in str(error)
+
+
+def test_a_universal_checkpoint_goes_on_alike(tmp_path: Path) -> None:
+    name = "gpt_bf16_z1_tp2pp2dp2"
+    reshard.convert(real_checkpoint(name) / "src", tmp_path / "u", to="universal", progress=False)
+    options: dict[str, Any] = {"to": "megatron", "names": "megatron-core", "progress": False}
+    reshard.convert(tmp_path / "u", tmp_path / "to" / STEP, hf_rules=GROUPED, **options)
+    converted(name, tmp_path / STEP)
+    assert reshard.diff(tmp_path / "to" / STEP, tmp_path / STEP).equal
+    # It does not say of how many slices it was joined.
+    with pytest.raises(RequestError, match="joined of plain slices"):
+        reshard.convert(tmp_path / "u", tmp_path / "not" / STEP, hf_rules=SPLIT, **options)
+
+
 def test_an_optimizer_of_other_groups_is_refused_and_its_weights_are_not(tmp_path: Path) -> None:
     """At ZeRO-3, Megatron-DeepSpeed sees parameters without shape, and gives none of them weight decay."""
     name = "llama_bf16_z3_nopipe_tp2dp2"

@@ -53,6 +53,7 @@ from reshard_engine.pickles.nodes import (
     namespace_items,
     sequence_items,
 )
+from reshard_engine.tensors.cuts import Cut
 
 GROUPED, SPLIT = "megatron-deepspeed-grouped", "megatron-deepspeed-split"
 ORDERS = (GROUPED, SPLIT)
@@ -117,8 +118,12 @@ def renamed_from_deepspeed(checkpoint: Checkpoint, request: ConvertRequest) -> C
     args = _args(checkpoint, own, said)
     _require_gates(checkpoint, args)
     work = Renaming(checkpoint, names)
+    cuts = {p.fqn: p.cut for p in checkpoint.parameters}
     for one in matched:
-        work.join(one, _attention(one, work.shapes, args) if "linear_qkv." in one.megatron else None)
+        sizes = _attention(one, work.shapes, args) if "linear_qkv." in one.megatron else None
+        if sizes is not None and order == SPLIT:
+            _require_sections(one, sizes, cuts.get(names[one.parts[0]]))
+        work.join(one, sizes)
     done = work.checkpoint([(p, (m.megatron,)) for m in matched for p in m.parts], ())
     if request.to is not TargetFormat.MEGATRON:
         return done
@@ -147,8 +152,9 @@ def _order(checkpoint: Checkpoint, said: str | None) -> str:
     if sections and (said == GROUPED or len(sections) < len(fused)):
         text = f"{printable(min(sections))} consists of sections, which are queries, keys and values"
         raise RequestError("request.unsatisfiable", text, fix=f"--hf-rules {SPLIT}, and one rule for all layers")
-    if said == SPLIT and not sections and checkpoint.world.get("tp", 1) > 1:
-        text = f"{name} was joined as plain slices, and each of them would be queries, keys and values"
+    # A universal checkpoint does not say of how many slices it was joined.
+    if said == SPLIT and not sections and checkpoint.world.get("tp") != 1:
+        text = f"{name} is, or may be, joined of plain slices, and each of them would be queries, keys and values"
         raise RequestError("request.unsatisfiable", text, fix="--rules with parameter_with_sub_params (docs/rules.md)")
     return SPLIT if sections else str(said)
 
@@ -232,6 +238,18 @@ def _attention(one: Matched, shapes: Mapping[str, tuple[int, ...]], args: Mappin
             fix="--megatron-args FILE with the num_attention_heads and num_query_groups of this model",
         )
     return sizes
+
+
+def _require_sections(one: Matched, sizes: Attention, cut: Cut | None) -> None:
+    """Refuse sections that are not all queries, all keys and all values.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    wanted = (sizes.heads * sizes.size, *(sizes.groups * sizes.size,) * 2)
+    if cut is not None and cut.sections not in ((), wanted):
+        text = f"the sections of {printable(one.parts[0])} are {cut.sections}; queries, keys and values are {wanted}"
+        raise RequestError("request.unsatisfiable", text, fix="--rules with parameter_with_sub_params (docs/rules.md)")
 
 
 def _args(
