@@ -570,7 +570,8 @@ class MegatronOptions(FormatOptions):
     hf_rules: Annotated[
         str | None,
         Option(
-            "--names hf, megatron-core: architecture, such as llama, or a file of rules; default: what SRC says.",
+            "--names hf, megatron-core: architecture, such as llama, or a file of rules; for Megatron-DeepSpeed "
+            "megatron-deepspeed-grouped or -split; default: what SRC says.",
             Section.TARGET,
             10,
             metavar="RULES",

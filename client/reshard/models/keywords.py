@@ -215,7 +215,8 @@ class ConversionKeywords(SourceKeywords, OptionKeywords, total=False):
     model_files: PathLike | None
     """Copy config.json, tokenizer and generation files of DIR beside the weights."""
     hf_rules: PathLike | None
-    """`names` hf, megatron-core: architecture, such as llama, or a file of rules; default: what the source says."""
+    """`names` hf, megatron-core: architecture, such as llama, or a file of rules; for Megatron-DeepSpeed
+    megatron-deepspeed-grouped or -split; default: what the source says."""
     megatron_args: PathLike | None
     """`to="megatron"`: arguments of the run (JSON), beside those that the source holds."""
     zero_stage: ZeroStage | str | int | None
@@ -262,7 +263,8 @@ class ConvertOptions(OptionKeywords, total=False):
     model_files: str | None
     """Copy config.json, tokenizer and generation files of DIR beside the weights."""
     hf_rules: str | None
-    """`names` hf, megatron-core: architecture, such as llama, or a file of rules; default: what the source says."""
+    """`names` hf, megatron-core: architecture, such as llama, or a file of rules; for Megatron-DeepSpeed
+    megatron-deepspeed-grouped or -split; default: what the source says."""
     megatron_args: str | None
     """`to="megatron"`: arguments of the run (JSON), beside those that the source holds."""
     zero_stage: ZeroStage | str | None
