@@ -79,6 +79,10 @@ OF_OTHERS = {
     "formats/fsdp_ranks/files.py": {"lr_scheduler", "client_state"},
     # Names of Megatron-LM, too.
     "formats/megatron/common.py": {"checkpoint_version"},
+    "formats/megatron/across.py": {
+        *("clip_grad", "lr_scheduler"),
+        r"(?:tied_modules\.embed|1)\.((?:word|position)_embeddings\.weight)",
+    },
     "formats/megatron/placement.py": {"mp_rank_"},
     "formats/megatron/ranks_writer.py": {"padded_vocab_size"},
     # Names of Lightning and of Megatron-LM, too.
