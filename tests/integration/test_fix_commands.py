@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from house.fixes import commands_in, fixes
+from house.megatron_runs import MegatronRun
 from house.promises import command
 from house.repository import pyproject
 from house.saves import DATA
@@ -36,6 +37,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, str]]
     """What stands for the words in upper case, in the environment of a user of a service."""
     place = tmp_path_factory.mktemp("fixes")
     shutil.copytree(DATA / "zero2_tiny", place / "source")
+    run = MegatronRun(experts=4).save_torch_dist(place / "megatron")
     extra = {"RESHARD_TOKEN": OPERATOR, "RESHARD_WEBHOOK_HTTP": "true", "RESHARD_WEBHOOK_NETWORKS": "127.0.0.0/8"}
     stack = Stack(place / "logs", f"sqlite:///{place}/jobs.db", extra=extra)
     with stack.api() as url, stack.worker(), Client(url, OPERATOR) as client:
@@ -50,7 +52,10 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, str]]
         }.items():
             environment.setenv(name, value)
         environment.setenv("AWS_EC2_METADATA_DISABLED", "true")  # no machine of Amazon's is waited for
-        yield {"SRC": str(place / "source"), "DST": str(place / "out"), "JOB": job.id, "WEBHOOK": hook.id, "N": "2"}
+        yield {
+            "SRC": str(place / "source"), "DST": str(place / "out"), "JOB": job.id, "WEBHOOK": hook.id, "N": "2",
+            "MEGATRON": str(run),
+        }  # fmt: skip
         environment.undo()
 
 
@@ -61,6 +66,10 @@ def filled(line: str, words: dict[str, str]) -> list[str]:
     known = {**words, "TENANT": "vision", "ID": words.get(kind or "", ""), "NAME": "vision"}
     # In a second pair of braces, more may follow the place.
     known["{}"] = known["{}{}"] = known.get(kind or "SRC", "")
+    if "megatron" in found:
+        known["{}"], known["DST/{}"] = words["MEGATRON"], f"{words['DST']}/iter_0000007"
+    if "--ep" in found:
+        found[found.index("--ep") + 1] = "2"
     if "--scope" in found:
         found[found.index("--scope") + 1] = "read"
     return [known.get(word, word) for word in found]
