@@ -270,12 +270,13 @@ def optimizers_for(
 
 def _dicts(node: Node) -> Iterator[Node]:
     """The dict of an optimizer, or those of chained ones."""
+    found = [node]
     if isinstance(node, PList | PTuple):
-        yield from sequence_items(node, what="optimizer")
+        found = sequence_items(node, what="optimizer")
     elif is_mapping(node):
         items = mapping_items(node, what="optimizer")
-        numbered = [items[k] for k in sorted(k for k in items if isinstance(k, int))]
-        yield from (n for n in numbered or [node] if is_mapping(n))
+        found = [items[k] for k in sorted(k for k in items if isinstance(k, int))] or found
+    yield from filter(is_mapping, found)
 
 
 def _as_data(group: Mapping[str | int, Node]) -> dict[str | int, object]:

@@ -701,8 +701,7 @@ class _Assembly:
     def _not_carried(self) -> Iterator[NotCarried]:
         if count := self._kinds[_EXTRA_STATE]:
             yield extra_states(count)
-        scaled = [n for n in _optimizers(self._common.items.get("optimizer")) if is_mapping(n)]
-        if not self._carries and any(SCALER in mapping_items(n, what="optimizer") for n in scaled):
+        if not self._carries and self._common.scaler() is not None:
             yield NotCarried(path=f"optimizer.{SCALER}", reason=_SCALER_REASON)
         yield from named(self._unknown, UNKNOWN)
 

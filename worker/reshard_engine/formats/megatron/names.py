@@ -14,8 +14,9 @@ names of Transformer Engine's), `transformer/mlp.py` (`apply_swiglu_sharded_fact
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from reshard.errors import SourceError, printable
 from reshard_engine.formats.model_weights import checked_name
@@ -32,7 +33,8 @@ NORMS: Mapping[str, str] = {
 """Norms that Transformer Engine joins with the layer behind them, and their names in local layers."""
 _OF_LAYER = re.compile(r"((?:.*\.)?layers)\.(\d{1,6})\.(.+)")
 _DECODER = "decoder.layers"
-_LOCAL = re.compile(r"(.*\bmlp\.experts)\.local_experts\.(\d{1,6})\.(.+)")
+LOCAL_EXPERT = re.compile(r"(.*\bmlp\.experts)\.local_experts\.(\d{1,6})\.(.+)")
+"""A parameter of one expert: where the experts are, the expert's number, and its name there."""
 _HALVES = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 """Parameters with a row for each token, behind which Megatron adds rows until tensor parallelism divides them."""
@@ -60,26 +62,16 @@ def entries_of(key: str, shape: Sequence[int]) -> list[Entry]:
         SourceError: `checkpoint.malformed` for an entry of layers or experts that has no axis for them, or too many;
             `name.invalid`.
     """
-    found = [Entry(key)]
-    if (layers := _LAYERS.fullmatch(key)) is not None:
-        head = f"{layers[1]}.layers" if layers[1] else "layers"
-        found = [Entry(f"{head}.{i}.{layers[2]}", (i,), i) for i in _axis(key, shape, 0)]
-    elif (numbered := re.fullmatch(r"(?:.*\.)?layers\.(\d{1,6})\..+", key)) is not None:
-        found = [Entry(key, (), int(numbered[1]))]
-    return [Entry(checked_name(_local(e.name)), e.index, e.layer) for one in found for e in _experts(key, one, shape)]
-
-
-def _experts(key: str, one: Entry, shape: Sequence[int]) -> Iterator[Entry]:
-    match = _EXPERTS.fullmatch(one.name)
-    if match is None:
-        yield one
-        return
-    head, number, rest = match.groups()
-    if number is not None:
-        yield Entry(f"{head}.local_experts.{number}.{rest}", one.index, one.layer)
-        return
-    for expert in _axis(key, shape, len(one.index)):
-        yield Entry(f"{head}.local_experts.{expert}.{rest}", (*one.index, expert), one.layer)
+    layers, experts = _LAYERS.fullmatch(key), _EXPERTS.fullmatch(key)
+    numbered = None if layers is not None else _OF_LAYER.fullmatch(key)
+    axes = [] if layers is None else [_axis(key, shape, 0)]
+    if experts is not None and experts[2] is None:
+        axes.append(_axis(key, shape, len(axes)))
+    own = None if numbered is None else int(numbered[2])
+    return [
+        Entry(checked_name(_local(name_at(key, index))), index, own if layers is None else index[0])
+        for index in product(*axes)
+    ]
 
 
 def _axis(key: str, shape: Sequence[int], dim: int) -> range:
@@ -116,7 +108,7 @@ class KeyRules:
             number = int(layer[2])
             if layer[1] not in self.numbered:
                 key, index = f"{layer[1]}.{layer[3]}", (number,)
-        if (expert := _LOCAL.fullmatch(key)) is not None:
+        if (expert := LOCAL_EXPERT.fullmatch(key)) is not None:
             key, index = f"{expert[1]}.experts.{expert[3]}", (*index, int(expert[2]))
         if name not in self.norms_apart:
             for engine, local in NORMS.items():

@@ -35,7 +35,7 @@ from reshard_engine.formats.megatron.buffers import (
     slots_of,
 )
 from reshard_engine.formats.megatron.common import CommonState
-from reshard_engine.formats.megatron.names import BUFFERS, EXPERT, NORMS, VOCABULARY
+from reshard_engine.formats.megatron.names import BUFFERS, EXPERT, LOCAL_EXPERT, NORMS, VOCABULARY
 from reshard_engine.formats.megatron.placement import (
     GATED,
     OUTPUT_LAYER,
@@ -56,7 +56,6 @@ Runs = tuple[tuple[int, int, int], ...]
 """(tensor or `ZEROS`, first element, last element + 1) of each run."""
 MASTERS = "fp32"
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
-_LOCAL_EXPERT = re.compile(r"(.*\.?mlp\.experts\.)local_experts\.(\d{1,6})\.(.+)")
 _GROUPED = re.compile(r"(linear_fc[12])\.(weight|bias)")
 _PARALLEL_LAYER = re.compile(r"(?:.+\.)?(?:linear_proj|linear_qkv|linear_fc1|linear_fc2|output_layer)")
 """Modules with an extra state, which is None but for scales of FP8."""
@@ -294,8 +293,8 @@ class LocalModels:
     def _experts_by_layer(self) -> dict[str, set[int]]:
         found: dict[str, set[int]] = {}
         for name in self._parameters:
-            if (expert := _LOCAL_EXPERT.fullmatch(name)) is not None:
-                found.setdefault(expert[1].rstrip("."), set()).add(int(expert[2]))
+            if (expert := LOCAL_EXPERT.fullmatch(name)) is not None:
+                found.setdefault(expert[1], set()).add(int(expert[2]))
             elif EXPERT.fullmatch(name):
                 raise LayoutError(f"{printable(name)} holds all experts of a rank")
         return found
@@ -395,17 +394,17 @@ class LocalModels:
         return f"decoder.layers.{layers.index(int(layer[1]))}.{rest}"
 
     def _expert_key(self, rest: str, rank: Rank) -> str:
-        expert = _LOCAL_EXPERT.fullmatch(rest)
+        expert = LOCAL_EXPERT.fullmatch(rest)
         if expert is None:
             return rest
         share = (self.run.common.number("num_experts") or 0) // self.run.experts
         number = int(expert[2]) - rank.expert * share
         if not self._grouped:
-            return f"{expert[1]}local_experts.{number}.{expert[3]}"
+            return f"{expert[1]}.local_experts.{number}.{expert[3]}"
         legacy = self.run.common.args.get("moe_use_legacy_grouped_gemm") is True
         if legacy or not self._engine or (leaf := _GROUPED.fullmatch(expert[3])) is None:
             raise LayoutError(f"{printable(rest)} lies in one matrix with all experts of its rank (moe_grouped_gemm)")
-        return f"{expert[1]}{leaf[1]}.{leaf[2]}{number}"
+        return f"{expert[1]}.{leaf[1]}.{leaf[2]}{number}"
 
     def _held(self, name: str, key: str, rank: Rank) -> Held:
         tensors = self._checkpoint.shard_map.tensors

@@ -22,7 +22,6 @@ from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest
 from reshard.options import MegatronOptions, NativeLayout
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.carried import AS_ASKED, named
 from reshard_engine.formats.dcp_files.shards import AnyEntry, RunsEntry, ValueEntry
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import GROUPS, read_groups, written_items
@@ -39,7 +38,7 @@ from reshard_engine.formats.megatron.ranks import (
     cut_at,
     with_extra_states,
 )
-from reshard_engine.formats.megatron.writer import NO_OPTIMIZER, NO_RANDOM, Layout, TorchDistWriter
+from reshard_engine.formats.megatron.writer import NO_OPTIMIZER, Layout, TorchDistWriter
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import (
     Global,
@@ -496,18 +495,10 @@ class _Directories(_OneLayout):
             self._ranks,
             written_items(self._facts.common, changes, self._checkpoint.counters.steps),
             optimizers,
-            self._random_states_kept(),
+            self._kept_random_states(),
             plain,
             self._facts.extra_states,
         )
         files = legacy_files(state, opaque=self._request.opaque)
         pointer, left = self._pointer(name), tuple(self._left)
         return TargetLayout(tuple(files), pointer, tuple(self._warnings), tuple(self._ranks.parts), left)
-
-    def _random_states_kept(self) -> Mapping[tuple[int, ...], Node]:
-        held = self._facts.random_states
-        if held and self._layout.rng is not RngPolicy.DROP:
-            return held
-        self._left += named([RANDOM] if held else [], AS_ASKED)
-        self._warnings.append(NO_RANDOM)
-        return {}

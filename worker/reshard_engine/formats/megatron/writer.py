@@ -40,7 +40,7 @@ from reshard_engine.formats.megatron.model import (
     TRACKER,
     MegatronFacts,
 )
-from reshard_engine.formats.megatron.names import KeyRules
+from reshard_engine.formats.megatron.names import LOCAL_EXPERT, KeyRules
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PList, mapping_of, node_of
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
@@ -275,8 +275,8 @@ class Layout:
 
     @property
     def _experts(self) -> int:
-        found = (re.fullmatch(r".*\.local_experts\.(\d+)\..*", p.fqn) for p in self._checkpoint.parameters)
-        return max((int(m[1]) + 1 for m in found if m is not None), default=0)
+        found = (LOCAL_EXPERT.fullmatch(p.fqn) for p in self._checkpoint.parameters)
+        return max((int(m[2]) + 1 for m in found if m is not None), default=0)
 
     # Tensors.
 
@@ -402,21 +402,26 @@ class Layout:
 
     def _random_states(self) -> Iterator[ValueEntry]:
         """The random states of ranks, by pipeline stage and tensor-parallel rank."""
-        held = self._facts.random_states
-        if not held or any(len(place) != _PLACE for place in held):
-            self._left += named([RANDOM] if held else [], "it is not by pipeline and tensor-parallel rank")
-            if not held:
-                self._warnings.append(NO_RANDOM)
+        held = self._kept_random_states()
+        if any(len(place) != _PLACE for place in held):
+            self._left += named([RANDOM], "it is not by pipeline and tensor-parallel rank")
             return
-        if self._request.options.of(NativeLayout).rng is RngPolicy.DROP:
-            self._left += named([RANDOM], AS_ASKED)
-            self._warnings.append(NO_RANDOM)
+        if not held:
             return
         states = [held[place] for place in sorted(held)]
         stages, ranks = self._stages_and_ranks(held)
         for number in range(stages * ranks):
             key = _object_key(RANDOM, divmod(number, ranks), (stages, ranks))
             yield ValueEntry(key, PList([states[number % len(states)]]))
+
+    def _kept_random_states(self) -> Mapping[tuple[int, ...], Node]:
+        """The random states of the source that the target holds; none, with words about it, if none are to be kept."""
+        held = self._facts.random_states
+        if held and self._layout.rng is not RngPolicy.DROP:
+            return held
+        self._left += named([RANDOM] if held else [], AS_ASKED)
+        self._warnings.append(NO_RANDOM)
+        return {}
 
     def _stages_and_ranks(self, held: Iterable[tuple[int, ...]]) -> tuple[int, int]:
         """The stages and tensor-parallel ranks that random states are for: without a layout, those of the source."""
