@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from house.megatron_runs import (
-    _ENGINE_NORMS,  # pyright: ignore[reportPrivateUsage]
     EMBEDDING,
     OUTPUT,
     STATES,
     MegatronRun,
     Vector,
     _Writer,  # pyright: ignore[reportPrivateUsage]
+    entry_of,
 )
 
 _Boxes = list[tuple[tuple[int, ...], torch.Tensor]]
@@ -181,16 +181,8 @@ def _keys_of(run: MegatronRun) -> dict[str, dict[str, tuple[int, ...]]]:
     """The keys of the model's entries, each with the names in it and their places along the axes in front."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for name in run.shapes():
-        if not name.startswith("decoder.layers."):
-            found[name] = {name: ()}
-            continue
-        layer, _, rest = name.removeprefix("decoder.layers.").partition(".")
-        index: tuple[int, ...] = (int(layer),)
-        if "local_experts." in rest:
-            head, _, tail = rest.partition("local_experts.")
-            number, _, leaf = tail.partition(".")
-            rest, index = f"{head}experts.{leaf}", (int(layer), int(number))
-        found.setdefault(f"decoder.layers.{_ENGINE_NORMS.get(rest, rest)}", {})[name] = index
+        key, index = entry_of(name)
+        found.setdefault(key, {})[name] = index
     return found
 
 

@@ -11,13 +11,14 @@ import math
 import pickle
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,  # pyright: ignore[reportPrivateUsage]
 )
@@ -41,6 +42,19 @@ _ENGINE_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+
+
+def entry_of(name: str) -> tuple[str, tuple[int, ...]]:
+    """The key of a parameter's entry in `torch_dist`, and its place along the axes of layers and experts in front."""
+    if not name.startswith("decoder.layers."):
+        return name, ()
+    layer, _, rest = name.removeprefix("decoder.layers.").partition(".")
+    index: tuple[int, ...] = (int(layer),)
+    if "local_experts." in rest:
+        head, _, tail = rest.partition("local_experts.")
+        number, _, leaf = tail.partition(".")
+        rest, index = f"{head}experts.{leaf}", (int(layer), int(number))
+    return f"decoder.layers.{_ENGINE_NORMS.get(rest, rest)}", index
 
 
 @dataclass
@@ -317,16 +331,8 @@ class MegatronRun:
         """Key, shape and chunks of the model's entries, in the order of the model."""
         seen: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         for name in self.shapes():
-            if not name.startswith("decoder.layers."):
-                seen[name] = [((), name)]
-                continue
-            layer, _, rest = name.removeprefix("decoder.layers.").partition(".")
-            index: tuple[int, ...] = (int(layer),)
-            if "local_experts." in rest:
-                head, _, tail = rest.partition("local_experts.")
-                number, _, leaf = tail.partition(".")
-                rest, index = f"{head}experts.{leaf}", (int(layer), int(number))
-            seen.setdefault(f"decoder.layers.{_ENGINE_NORMS.get(rest, rest)}", []).append((index, name))
+            key, index = entry_of(name)
+            seen.setdefault(key, []).append((index, name))
         for key, members in seen.items():
             axes = tuple(1 + max(index[d] for index, _ in members) for d in range(len(members[0][0])))
             boxes = [((*index, *at), part[(None,) * len(index)]) for index, n in members for at, part in self._boxes(n)]
@@ -408,3 +414,18 @@ class _Writer:
             (self._place / f"__{file}_0.distcp").write_bytes(stream.getvalue())
         metadata = Metadata(self._entries, None, self._places)
         (self._place / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+
+
+@st.composite
+def laid_out(draw: st.DrawFn, model: MegatronRun) -> MegatronRun:
+    """A model in a layout that fits 4 or 8 layers, and no experts or 4 of them."""
+    pipeline = draw(st.sampled_from([1, 2, 4]))
+    return replace(
+        model,
+        tensor=draw(st.sampled_from([1, 2, 3])),
+        pipeline=pipeline,
+        chunks=draw(st.sampled_from([1, model.layers // pipeline])) if pipeline > 1 else 1,
+        expert_ranks=draw(st.sampled_from([1, 2, 4])) if model.experts else 1,
+        data=draw(st.sampled_from([4, 8])),
+        bucket=draw(st.sampled_from([None, 100, 900])),
+    )

@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 
 import reshard
 from house.measured import say
-from house.megatron_runs import MegatronRun
+from house.megatron_runs import MegatronRun, laid_out
 from laws.profiles import laws_profile, laws_seed
 from oracle.whole_tensors import named, whole
 
@@ -40,20 +39,8 @@ def layouts(draw: st.DrawFn) -> tuple[MegatronRun, list[tuple[MegatronRun, dict[
         tied=draw(st.booleans()), seed=draw(st.integers(0, 99)), said={"accumulate_allreduce_grads_in_fp32": True},
     )  # fmt: skip
 
-    def laid_out() -> MegatronRun:
-        pipeline = draw(st.sampled_from([1, 2, 4]))
-        return replace(
-            model,
-            tensor=draw(st.sampled_from([1, 2, 3])),
-            pipeline=pipeline,
-            chunks=draw(st.sampled_from([1, 2])) if pipeline == 2 else 1,
-            expert_ranks=draw(st.sampled_from([1, 2, 4])) if experts else 1,
-            data=draw(st.sampled_from([4, 8])),
-            bucket=draw(st.sampled_from([None, 100, 900])),
-        )
-
-    first = laid_out()
-    return first, [(laid_out(), draw(st.sampled_from(_FORMS))) for _ in range(draw(st.integers(1, 3)))]
+    first = draw(laid_out(model))
+    return first, [(draw(laid_out(model)), draw(st.sampled_from(_FORMS))) for _ in range(draw(st.integers(1, 3)))]
 
 
 @pytest.fixture(scope="module")

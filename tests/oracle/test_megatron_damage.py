@@ -21,6 +21,8 @@ import reshard
 from house.rank_cases import rank_case
 from house.shared import made_once
 from oracle.launcher import Worlds
+from oracle.megatron_train import Run
+from oracle.test_megatron_out import megatron_is_needed
 from oracle.whole_tensors import named, whole
 from reshard.cli.main import app
 from reshard.errors import RequestError, SourceError
@@ -52,8 +54,9 @@ def saved(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
         def train(folder: Path) -> list[object]:
             saves = [["fully_reshardable", str(folder / "damaged")], ["corrected", str(folder / "right")]]
-            world = run.get("tp", 1) * run.get("pp", 1) * run["dp"]
-            found = worlds.run("oracle.megatron_train:train", world=world, run=run, out=str(folder), save=saves)
+            found = worlds.run(
+                "oracle.megatron_train:train", world=Run(**run).world, run=run, out=str(folder), save=saves
+            )
             return list(found[0]["after"])
 
         folder, after = made_once(tmp_path_factory, f"megatron-damage-{name}", train)
@@ -122,6 +125,7 @@ def judged(result: Any, found: dict[str, torch.Tensor], truth: dict[str, torch.T
     return totals[0]
 
 
+@megatron_is_needed
 @pytest.mark.parametrize("name", RUNS)
 def test_every_damaged_parameter_of_a_real_run_is_named_and_repaired(name: str, saved: Any, tmp_path: Path) -> None:
     folder = saved(name)
@@ -159,6 +163,7 @@ def damaged_in(files: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> s
     }
 
 
+@megatron_is_needed
 @pytest.mark.parametrize("name", RUNS)
 def test_the_same_training_saved_by_a_corrected_megatron_is_taken_as_it_is(
     name: str, saved: Any, tmp_path: Path
@@ -173,6 +178,7 @@ def test_the_same_training_saved_by_a_corrected_megatron_is_taken_as_it_is(
     assert not any("shifted" in w for w in taken.warnings)
 
 
+@megatron_is_needed
 def test_a_run_goes_on_from_repaired_states(saved: Any, worlds: Worlds, tmp_path: Path) -> None:
     """Real Megatron-core loads them as they were but for what was lost; from the damaged save its losses drift."""
     name = "llama_dp2"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,16 +15,12 @@ import reshard
 from house.rank_cases import rank_case
 from house.repository import real_checkpoint
 from house.shared import made_once
-from oracle.dcp_cases import TITAN_FOLDER
 from oracle.launcher import Worlds
 from oracle.megatron_hf import LAYERS, MODELS, TIED, TOKENS, tokens
+from oracle.test_megatron_out import megatron_is_needed
 from oracle.whole_tensors import named, whole
 from reshard.errors import RequestError
 
-HERE = Path(os.environ.get(TITAN_FOLDER, os.devnull), "megatron").is_dir() or find_spec("megatron") is not None
-needs_megatron = pytest.mark.skipif(
-    not HERE, reason=f"megatron-core is not installed, and {TITAN_FOLDER} names no folder of it"
-)
 PAGE = Path(__file__).parents[2] / "docs" / "formats" / "megatron-hf.md"
 SAID = {
     "llama": "llama", "llama3": "llama", "mistral": "mistral",
@@ -77,7 +71,7 @@ def equal(one: Path, other: Path) -> bool:
     return all(first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first)
 
 
-@needs_megatron
+@megatron_is_needed
 @pytest.mark.parametrize(("family", "tp"), LAYOUTS)
 def test_transformers_computes_what_megatron_computed(family: str, tp: int, saved: Saved, tmp_path: Path) -> None:
     """With our `config.json`, a padded vocabulary, at both sizes of tensor parallelism; and back bit for bit."""
@@ -96,7 +90,7 @@ def test_transformers_computes_what_megatron_computed(family: str, tp: int, save
     assert equal(tmp_path / "back", tmp_path / "own")
 
 
-@needs_megatron
+@megatron_is_needed
 @pytest.mark.parametrize("family", MODELS)
 def test_megatron_computes_what_transformers_computed(
     family: str, saved: Saved, tmp_path: Path, worlds: Worlds

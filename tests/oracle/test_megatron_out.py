@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import reshard
 from oracle.dcp_cases import is_here
 from oracle.launcher import Worlds
+from oracle.megatron_train import Run
 
 megatron_is_needed = pytest.mark.skipif(
     not is_here("megatron"), reason="Megatron-core is not here: `make setup` puts it beside the environment"
@@ -46,7 +47,7 @@ class Stage:
 
 def run(worlds: Worlds, case: dict[str, Any], out: Path, **jobs: Any) -> Stage:
     """Train a run, or go on with one."""
-    world = case.get("tp", 1) * case.get("pp", 1) * case.get("dp", 1)
+    world = Run(**case).world
     ranks = worlds.run("oracle.megatron_train:train", world=world, timeout_s=TIMEOUT_S, run=case, out=str(out), **jobs)
     return Stage(out, ranks[0]["after"])
 

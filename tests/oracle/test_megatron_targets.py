@@ -24,12 +24,10 @@ from safetensors.torch import load_file
 
 import reshard
 from house.rank_cases import rank_case
-from oracle.dcp_cases import is_here
 from oracle.launcher import Worlds
+from oracle.megatron_train import Run
+from oracle.test_megatron_out import megatron_is_needed
 
-needs_megatron = pytest.mark.skipif(
-    not is_here("megatron"), reason="Megatron-core is not here: `make setup` puts it beside the environment"
-)
 TRAIN = "oracle.megatron_train:train"
 RUNS: dict[str, dict[str, Any]] = {
     "gpt": {"model": "gpt", "tp": 2, "pp": 2},
@@ -68,15 +66,11 @@ def trained(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             # Megatron-core saves shifted states of several padded buckets by parameters (Megatron-LM#5077).
             forms = [form for form in FORMS if form != "fully_reshardable" or "bucket" not in run]
             saves = [[form, str(place / form)] for form in forms]
-            found = worlds.run(TRAIN, world=ranks(run), run=run, out=str(place), save=saves)
+            found = worlds.run(TRAIN, world=Run(**run).world, run=run, out=str(place), save=saves)
             known[name] = Trained(run, place, found[0]["after"])
         return known[name]
 
     return train
-
-
-def ranks(run: dict[str, Any]) -> int:
-    return int(run.get("tp", 1)) * int(run.get("pp", 1)) * int(run.get("dp", 1))
 
 
 def written(source: Path, target: Path, run: dict[str, Any], form: str) -> None:
@@ -103,7 +97,7 @@ def goes_on(worlds: Worlds, before: Trained, form: str, layout: dict[str, Any], 
     step = place / "iter_0000003"
     written(before.place / form, step, run, target)
     kind = "torch" if target == "torch" else "torch_dist"
-    found = worlds.run(TRAIN, world=ranks(run), run=run, out=str(place), load=[kind, str(step)])
+    found = worlds.run(TRAIN, world=Run(**run).world, run=run, out=str(place), load=[kind, str(step)])
     assert differing(place / "loaded.safetensors", before.place / "saved.safetensors") == []
     state, wanted = (json.loads(p.read_text()) for p in (place / "loaded.json", before.place / "saved.json"))
     assert (state["scheduler"], state["iteration"]) == (wanted["scheduler"], wanted["iteration"])
@@ -116,7 +110,7 @@ def goes_on(worlds: Worlds, before: Trained, form: str, layout: dict[str, Any], 
     assert kinds <= {("hyper-parameter", "is_expert_parallel")}
 
 
-@needs_megatron
+@megatron_is_needed
 @pytest.mark.parametrize(
     ("name", "form", "layout"),
     [
@@ -141,7 +135,7 @@ def test_directories_of_ranks_go_on(
     goes_on(worlds, trained(name), form, layout, "torch", tmp_path)
 
 
-@needs_megatron
+@megatron_is_needed
 @pytest.mark.parametrize(
     ("name", "form", "layout"),
     [

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from hypothesis import given, settings, strategies as st
 
-from house.megatron_runs import EMBEDDING, MegatronRun, Vector
+from house.megatron_runs import EMBEDDING, MegatronRun, Vector, laid_out
 from reshard.choices import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.megatron.common import CommonState
@@ -41,19 +40,7 @@ def pairs(draw: st.DrawFn) -> tuple[MegatronRun, MegatronRun]:
         said={"accumulate_allreduce_grads_in_fp32": True},
     )  # fmt: skip
 
-    def laid_out() -> MegatronRun:
-        pipeline = draw(st.sampled_from([1, 2, 4]))
-        return replace(
-            model,
-            tensor=draw(st.sampled_from([1, 2, 3])),
-            pipeline=pipeline,
-            chunks=draw(st.sampled_from([1, layers // pipeline])) if pipeline > 1 else 1,
-            expert_ranks=draw(st.sampled_from([1, 2, 4])) if experts else 1,
-            data=draw(st.sampled_from([4, 8])),
-            bucket=draw(st.sampled_from([None, 100, 900])),
-        )
-
-    return laid_out(), laid_out()
+    return draw(laid_out(model)), draw(laid_out(model))
 
 
 def checkpoint_of(place: Path) -> Checkpoint:

@@ -6,7 +6,6 @@ The runs are random states in layouts that are drawn; real Megatron-core loads s
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,17 +21,11 @@ from torch.distributed.checkpoint.state_dict_loader import (
 )
 
 import reshard
-from house.megatron_runs import EMBEDDING, OUTPUT, MegatronRun
+from house.megatron_runs import EMBEDDING, OUTPUT, MegatronRun, entry_of
 from oracle.whole_tensors import named, whole
 from reshard.errors import RequestError, ReshardError
 
 STEP = "iter_0000007"
-_ENTRY = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_JOINED = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
 
 
 def written(source: Path, target: Path, **options: Any) -> Any:
@@ -43,12 +36,7 @@ def entries(run: MegatronRun, kind: str) -> dict[str, torch.Tensor]:
     """What Megatron-core's keys should hold: layers, and experts, along axes of their own."""
     found: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     for name, states in run.truth.items():
-        key, index = name, tuple[int, ...]()
-        if (layer := _ENTRY.fullmatch(name)) is not None:
-            rest, index = layer[2], (int(layer[1]),)
-            if (expert := _EXPERT.fullmatch(rest)) is not None:
-                rest, index = f"mlp.experts.experts.{expert[2]}", (*index, int(expert[1]))
-            key = f"decoder.layers.{_JOINED.get(rest, rest)}"
+        key, index = entry_of(name)
         found.setdefault(key, {})[index] = states[kind]
     joined: dict[str, torch.Tensor] = {}
     for key, parts in found.items():
