@@ -201,11 +201,11 @@ class OptimizerSharding(StrEnum):
     """The ways in which Megatron-core saves an optimizer: `distrib_optim_sharding_type`, or none."""
 
     FULLY_RESHARDABLE = "fully_reshardable"
-    """Of a distributed optimizer, by parameters: every layout loads it."""
+    """The states of a distributed optimizer by parameters: every layout loads them."""
     DP_RESHARDABLE = "dp_reshardable"
-    """Of a distributed optimizer, by buckets of one tensor- and pipeline-parallel layout."""
+    """The states of a distributed optimizer by buckets of one tensor- and pipeline-parallel layout."""
     NONE = "none"
-    """Of an optimizer that is not distributed."""
+    """The states of an optimizer that is not distributed."""
 
 
 class CommonStatePlace(StrEnum):

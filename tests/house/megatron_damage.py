@@ -72,7 +72,7 @@ class ShiftedRun(MegatronRun):
         return slots, [(new, end) for (new, _), end in zip(begins, ends, strict=True)]
 
     def cut_out(self, state: str, *, right: bool) -> dict[str, dict[int, torch.Tensor]]:
-        """What each tensor-parallel rank saves of a state under the names of parameters."""
+        """The parts of a state that each tensor-parallel rank saves, by the names of parameters."""
         found: dict[str, dict[int, torch.Tensor]] = {}
         for stage in range(self.pipeline):
             for expert_rank in range(self.expert_ranks):

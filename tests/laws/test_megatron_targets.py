@@ -45,7 +45,7 @@ def layouts(draw: st.DrawFn) -> tuple[MegatronRun, list[tuple[MegatronRun, dict[
 
 @pytest.fixture(scope="module")
 def met() -> Iterator[Counter[str]]:
-    """What the examples came to."""
+    """The outcomes of the examples, counted."""
     found: Counter[str] = Counter()
     yield found
     say(f"drawn with --hypothesis-seed={_SEED}", *(f"{count} {what}" for what, count in found.items()))

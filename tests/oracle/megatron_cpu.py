@@ -1,4 +1,4 @@
-"""What stands in for GPUs while real megatron-core runs on CPUs and gloo; import it before `megatron`.
+"""The stand-ins for GPUs while real megatron-core runs on CPUs and gloo; import it before `megatron`.
 
 In place of others, and nothing else is:
 

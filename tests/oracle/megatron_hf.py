@@ -89,7 +89,7 @@ def _config(family: str, tp: int) -> Any:
 
 
 def _args(family: str, config: Any, tp: int, padded: int) -> Namespace:
-    """What Megatron-LM's `argparse` has; fields of the configuration have the same names there, but for these."""
+    """The arguments of Megatron-LM's `argparse`; fields of the configuration are called the same, but for these."""
     gpt, experts, gated = family == "gpt2", config.num_moe_experts, config.gated_linear_unit
     renamed = {"rotary_base", "gated_linear_unit", "num_moe_experts", "layernorm_epsilon", "add_bias_linear"}
     names = set(MODELS[family]) - renamed

@@ -132,7 +132,7 @@ def test_megatron_goes_on_at_other_layouts(name: str, tmp_path: Path, worlds: Wo
 def test_megatron_goes_on_with_what_ensure_returns(
     case: dict[str, Any], form: str, layout: dict[str, int], stays: bool, tmp_path: Path, worlds: Worlds
 ) -> None:
-    """What stays is loaded as it was saved, also on another number of data-parallel ranks."""
+    """Megatron-core loads a run that fits as it was saved, also on another number of data-parallel ranks."""
     begun = run(worlds, case, tmp_path / "begun", save=[[form, str(tmp_path / "saved")]])
     sizes: dict[str, Any] = {"tp": 1, "pp": 1} | {axis: size for axis, size in layout.items() if axis != "dp"}
     load = reshard.ensure(tmp_path / "saved", **sizes)

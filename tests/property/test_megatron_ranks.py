@@ -1,4 +1,4 @@
-"""What ranks of Megatron-core hold of a whole checkpoint, for random models and layouts: every element, and its place.
+"""The parts that ranks of Megatron-core hold, for random models and layouts: every element, and its place.
 
 The truth is `MegatronRun`, which writes the rules down on its own.
 """

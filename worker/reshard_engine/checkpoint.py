@@ -254,7 +254,7 @@ class FormatFacts:
         return {}
 
     def cause(self, checkpoint: Checkpoint, differing: Sequence[Agreement]) -> tuple[str, str] | None:
-        """What made tensors differ that must agree, as the end of a sentence, and what helps; None if nothing is known.
+        """The cause of tensors that differ and must not, as the end of a sentence, and a fix; None if nothing is known.
 
         It may read a few elements of the checkpoint.
         """

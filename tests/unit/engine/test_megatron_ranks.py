@@ -1,4 +1,4 @@
-"""What ranks of Megatron-core hold: names of Transformer Engine, padding, and everything that nothing says."""
+"""The parts that ranks of Megatron-core hold: names of Transformer Engine, padding, and all that nothing says."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ PAIRS = {
 
 @pytest.fixture(autouse=True)
 def _gaps_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What memory held between parameters is not written."""
+    """The gaps between parameters are written as zeros, whatever memory held there."""
     full = torch.full
     monkeypatch.setattr(torch, "full", lambda size, _value, **options: full(size, 0.0, **options))
 

@@ -33,7 +33,7 @@ def written(source: Path, target: Path, **options: Any) -> Any:
 
 
 def entries(run: MegatronRun, kind: str) -> dict[str, torch.Tensor]:
-    """What Megatron-core's keys should hold: layers, and experts, along axes of their own."""
+    """The tensors under Megatron-core's keys: layers, and experts, lie along axes of their own."""
     found: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     for name, states in run.truth.items():
         key, index = entry_of(name)

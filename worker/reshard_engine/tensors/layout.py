@@ -168,7 +168,7 @@ class Pointer:
 
     name: str
     content: bytes
-    """What the file holds: the tag, unless `says` has it."""
+    """The content of the file: the tag, unless `says` has it."""
     beside: tuple[tuple[str, bytes], ...] = ()
     """Names and contents of further small files for other tools. They are written before the pointer."""
     says: str = ""

@@ -57,7 +57,7 @@ from reshard_engine.tensors.cuts import Cut
 
 GROUPED, SPLIT = "megatron-deepspeed-grouped", "megatron-deepspeed-split"
 ORDERS = (GROUPED, SPLIT)
-"""What `--hf-rules` may say of the rows of query, key and value."""
+"""The words of `--hf-rules` for the rows of query, key and value."""
 _PLAIN, _LAYERS = "language_model.", "language_model.encoder.layers."
 _ATTENTION = re.compile(
     r"(?:[1-9]\d{0,5}|language_model\.encoder\.layers\.\d{1,6})\.self_attention\.query_key_value\..+"

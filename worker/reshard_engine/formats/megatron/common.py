@@ -41,7 +41,7 @@ _IDENTITY = (
 )  # fmt: skip
 """Fields that tell groups apart, beside that of experts; 0.16 asks for the first three."""
 _VERSION = 3.0
-"""Of checkpoints whose query, key and value lie as they do since 2020."""
+"""The version of checkpoints whose query, key and value lie as they do since 2020."""
 _ASSUMED = (
     "Megatron-core saves no members of param groups: parameters are grouped by its default rule, no weight decay for "
     "biases and one-dimensional parameters"

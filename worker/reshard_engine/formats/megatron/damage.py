@@ -325,7 +325,7 @@ class _Parts:
         )
 
     def whole(self, name: str, state: str) -> int:
-        """What the files hold under a parameter's name, with the padding of a vocabulary."""
+        """The number of the whole tensor that the files hold under a name, with the padding of a vocabulary."""
         key = name, state
         if key not in self._whole:
             parameter = self.parameters[name]
@@ -666,7 +666,7 @@ def _summary(lost: Mapping[str, _Lost], made: Mapping[str, Mapping[str, int]], r
 def _lost_elements(
     lost: Mapping[str, _Lost], made: Mapping[str, Mapping[str, int]], request: ConvertRequest
 ) -> Iterator[NotCarried]:
-    """What is nowhere in the files, of the states that the target holds."""
+    """The elements that are nowhere in the files, of the states that the target holds."""
     for name, one in lost.items():
         for state in made[name] if one.count or one.padding else ():
             if request.to in _WEIGHTS and state != MASTER:
@@ -725,7 +725,7 @@ class _Repair:
         return Splice(run.length, held.local(run.name, state, rank, self._all_ranks), run.source)
 
     def lost(self) -> _Lost:
-        """What is nowhere in the files."""
+        """The elements that are nowhere in the files."""
         data = self._held.parameters[self._name].shape
         found = _Lost(data[0] if data != self._shape else None)
         for rank, runs in zip(self._ranks, self._runs, strict=True):

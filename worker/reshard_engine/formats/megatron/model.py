@@ -43,7 +43,7 @@ class MegatronFacts(FormatFacts):
     scaler: Node = None
     """The state of the loss scaler; None for a run without one."""
     rules: KeyRules = field(default_factory=KeyRules)
-    """What decides the keys of parameters in a distributed checkpoint."""
+    """The facts that decide the keys of parameters in a distributed checkpoint."""
     extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
     """Extra states of modules by name (`decoder.layers.3.mlp.linear_fc1._extra_state`), read for `--to megatron`."""
     of_run: bool = True

@@ -94,7 +94,7 @@ def _local(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """What decides the keys of a run's parameters beside their names."""
+    """The facts that decide the keys of a run's parameters beside their names."""
 
     norms_apart: frozenset[str] = frozenset()
     """Norms with keys of their own; all others have those of the layer behind them, as engines join both."""

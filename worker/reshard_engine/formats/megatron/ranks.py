@@ -1,4 +1,4 @@
-"""What each model-parallel rank of Megatron-core holds of a whole checkpoint: parameters, their parts, and its buffers.
+"""The parts of a whole checkpoint that each model-parallel rank of Megatron-core holds, and its buffers.
 
 It is the way back from `placement` and `buffers`. A rank has the layers of its stage's chunks and the experts of its
 expert-parallel rank, under numbers that begin at 0; its part of each parameter that tensor parallelism cuts, padding
@@ -338,7 +338,7 @@ class LocalModels:
     # The parts of a rank.
 
     def chunks(self, rank: Rank) -> list[list[Held]]:
-        """What each model chunk of a rank holds, in the order of the model.
+        """The tensors of each model chunk of a rank, in the order of the model.
 
         Raises:
             LayoutError: A parameter cannot be cut so, or the order of the model is not known.

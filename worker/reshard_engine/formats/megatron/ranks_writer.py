@@ -356,7 +356,7 @@ class _Owner:
     """A model-parallel rank of one of the chained optimizers."""
 
     head: str
-    """What its keys begin with."""
+    """The text with which its keys begin."""
     chained: int
     buffers: Sequence[GradientBuffer]
     ranks: int

@@ -318,7 +318,7 @@ def _proven_args(
 
 @dataclass(frozen=True, slots=True)
 class _ReadNames:
-    """What the names of a source are."""
+    """The family of a source's names, and the parameters that its rules match."""
 
     family: Family
     matched: Sequence[Matched]
@@ -657,12 +657,12 @@ def _view(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> View:
 
 
 class _MissingError(Exception):
-    """What a run does not say, in words."""
+    """The facts that a run does not say, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What is known of a model."""
+    """The known facts about a model."""
 
     args: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
