@@ -21,7 +21,8 @@ if TYPE_CHECKING:
         SourceError,
         StorageError,
     )
-    from reshard.functions import convert, diff, inspect, picture, plan, verify
+    from reshard.functions import convert, diff, inspect, open_layout, picture, plan, verify
+    from reshard.local import VirtualCheckpoint
     from reshard.models.jobs import (
         ConvertRequest,
         ConvertResult,
@@ -67,19 +68,21 @@ __all__ = [
     "StorageError",
     "TargetFormat",
     "VerifyReport",
+    "VirtualCheckpoint",
     "WeightDtype",
     "__version__",
     "convert",
     "diff",
     "ensure",
     "inspect",
+    "open_layout",
     "picture",
     "plan",
     "verify",
 ]
 
 _HOME = {
-    **dict.fromkeys(("convert", "plan"), "reshard.functions"),
+    **dict.fromkeys(("convert", "open_layout", "plan"), "reshard.functions"),
     **dict.fromkeys(("diff", "inspect", "picture", "verify"), "reshard.functions"),
     **dict.fromkeys(("DiffOptions", "DiffReport"), "reshard.models.reports"),
     **dict.fromkeys(("LayoutPair", "LayoutPicture"), "reshard.models.reports"),
@@ -93,6 +96,7 @@ _HOME = {
     "AsyncClient": "reshard.api.async_client",
     "Client": "reshard.api.client",
     "Picture": "reshard.draw.layout",
+    "VirtualCheckpoint": "reshard.local",
     "ensure": "reshard.ensuring",
 }
 """The module of each public name; names that are not here are models."""

@@ -17,7 +17,7 @@ from reshard.declared import Declared, declared_options, options_of_source, pres
 from reshard.draw.layout import Picture
 from reshard.errors import SEE_HELP, JobError, RequestError, printable
 from reshard.installed_formats import nested
-from reshard.local import load_client, load_engine
+from reshard.local import VirtualCheckpoint, load_client, load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, VerifyReport
 from reshard.models.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
 from reshard.models.reports import DiffOptions, DiffReport, LayoutPicture
@@ -325,6 +325,57 @@ def _by_service(
             fix="install the release that the service runs",
         )
     return result
+
+
+def _options_of_layout() -> dict[str, Declared]:
+    """The options that decide the bytes of a target; those of a run have nothing to decide without one."""
+    return {name: option for name, option in declared_options().items() if not option.option.of_run}
+
+
+@takes_keywords(_options_of_layout())
+def open_layout(
+    source: PathLike,
+    *,
+    to: TargetFormat | str,
+    name: str | None = None,
+    exact_crcs: bool = False,
+    compare: bool = True,
+    options: Mapping[str, Any] | None = None,
+    **given: Unpack[ConversionKeywords],
+) -> VirtualCheckpoint:
+    """Open the target that `convert` with the same arguments would write. Nothing is written, not even a copy.
+
+    The source is read when files of the target are. It is pinned by this call: a source that changes later is
+    `source.changed`.
+
+    Args:
+        source: A checkpoint, as for `inspect`.
+        to: The format of the files, as for `convert`.
+        **given: The options, as the flags of `reshard convert`.
+        name: The last name of the target's directory; by default the tag of the source.
+        exact_crcs: Compute the CRC-32 fields of torch's archives, which are zero otherwise. torch does not read them;
+            `unzip` does. Whoever reads such a field waits until its record has been read.
+        compare: Compare the copies and rounded masters of the source first, as `convert` does. It reads them.
+        options: Options of formats of other packages, by format.
+
+    Returns:
+        The files, their bytes in any ranges, and all of them as a file system of fsspec.
+
+    Raises:
+        RequestError: The arguments do not go together, or not with the source; `request.engine_missing`.
+        SourceError: The checkpoint is missing, damaged, hostile or of an unsupported kind.
+        StorageError: The storage refused or failed.
+
+    Examples:
+        >>> with open_layout("tests/data/zero2_tiny", to="safetensors") as weights:
+        ...     [file.path for file in weights.files], weights.read("model.safetensors", 8, 2)
+        (['model.safetensors'], b'{"')
+    """
+    if unknown := next((n for n in given if n not in _options_of_layout()), None):
+        raise TypeError(f"got an unexpected keyword argument {unknown!r}")
+    named = {"source": source, "target": name or "-", "to": to, "options": options}
+    request = request_of(given, "see help(reshard.open_layout)", to_service=False, named=named)
+    return load_engine().open_layout(request, exact_crcs=exact_crcs, compare=compare)
 
 
 # Functions of `import reshard` that look at checkpoints: `inspect`, `picture`, `verify`, `diff`.

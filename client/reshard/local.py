@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self, cast
 from urllib.parse import unquote, urlsplit
 
 from reshard.errors import RequestError, ReshardError, format_size, printable
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
         CleanReport,
         ConvertRequest,
         ConvertResult,
+        FileEntry,
         Inspection,
+        NotCarried,
         PlanSummary,
         Progress,
         SlimResult,
@@ -105,6 +107,70 @@ class StateDicts(Protocol):
         ...
 
 
+class VirtualCheckpoint(Protocol):
+    """The files of a target that is never written. Each is computed from the source when it is read.
+
+    Any thread may read. Errors are those of a conversion; `source.changed` if the source is not what was planned with.
+    """
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """The files of the target, by paths relative to it."""
+        ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a conversion would warn of."""
+        ...
+
+    @property
+    def not_carried(self) -> tuple[NotCarried, ...]:
+        """Everything that the source holds and these files do not."""
+        ...
+
+    @property
+    def compared(self) -> int | None:
+        """Number of comparisons of copies and rounded masters in the source; None if they were left out."""
+        ...
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of tensors that were read from the source so far."""
+        ...
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """The bytes `[offset, offset + length)` of a file; to its end by default."""
+        ...
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of a file from `offset` on."""
+        ...
+
+    def open(self, path: str) -> BinaryIO:
+        """A file as an open file, for `torch.load` and others that read files."""
+        ...
+
+    def filesystem(self) -> Any:
+        """The files as a read-only file system of fsspec."""
+        ...
+
+    def prove_unchanged(self) -> None:
+        """Compare every file of the source with its pin: `source.changed`."""
+        ...
+
+    def close(self) -> None:
+        """End the threads of this object."""
+        ...
+
+    def __enter__(self) -> Self:
+        """The object itself."""
+        ...
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        ...
+
+
 class Engine(Protocol):
     """The operations of the engine in this process. All calls are synchronous and raise `ReshardError`s."""
 
@@ -126,6 +192,10 @@ class Engine(Protocol):
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
         """Plan the conversion that `convert` would run; nothing is written."""
+        ...
+
+    def open_layout(self, request: ConvertRequest, *, exact_crcs: bool, compare: bool) -> VirtualCheckpoint:
+        """Lay out the target that `convert` would write, and serve its files from the source."""
         ...
 
     def convert(

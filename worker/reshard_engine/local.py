@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from reshard.choices import OpaquePolicy, ReplicaPolicy, TargetFormat
 from reshard.errors import RequestError, SourceError, printable
-from reshard.local import Finding, StateDicts, install_line
+from reshard.local import Finding, StateDicts, VirtualCheckpoint, install_line
 from reshard.models.jobs import (
     CleanReport,
     ConvertRequest,
@@ -94,6 +94,12 @@ class LocalEngine:
             warnings=(*plan.warnings, *conversion.pointer_warnings()),
             not_carried=plan.not_carried,
         )
+
+    def open_layout(self, request: ConvertRequest, *, exact_crcs: bool, compare: bool) -> VirtualCheckpoint:
+        """Lay out the target that `convert` would write, and serve its files from the source."""
+        from reshard_engine.operations.virtual import VirtualCheckpoint
+
+        return VirtualCheckpoint.prepare(request, exact_crcs=exact_crcs, compare=compare)
 
     def convert(
         self,

@@ -116,7 +116,7 @@ class _Memory(threading.local):
         return self._bytes[:length_bytes]
 
 
-def _refuse_overflow(losses: Mapping[str, Losses]) -> None:
+def refuse_overflow(losses: Mapping[str, Losses]) -> None:
     """Stop at the first unit with elements that are too large for their new type: the other units may take hours.
 
     Raises:
@@ -132,6 +132,15 @@ def _refuse_overflow(losses: Mapping[str, Losses]) -> None:
             fix="--on-overflow saturate (the largest number) or inf, or a wider --dtype: bf16 has fp32's range",
             details={"parameters": [printable(n) for n in list(lost)[:64]]},
         )
+
+
+def losses_by_parameter(checkpoint: Checkpoint, losses: Mapping[int, Losses]) -> dict[str, Losses]:
+    """The losses of casts by name of the parameter."""
+    found: dict[str, Losses] = {}
+    for tensor, lost in losses.items():
+        fqn = checkpoint.shard_map.tensors[tensor].fqn
+        found[fqn] = found.get(fqn, Losses()) + lost
+    return found
 
 
 class Executor:
@@ -293,9 +302,9 @@ class Executor:
                 chunks = self._sink.write_made(made, copy_read, self._calls if unit.chunks[1:] else None)
         except AbandonedError:
             return
-        losses = self._by_parameter(counts.losses)
+        losses = losses_by_parameter(self._checkpoint, counts.losses)
         if self._on_overflow is OverflowPolicy.ERROR:
-            _refuse_overflow(losses)
+            refuse_overflow(losses)
         spans, runs = (*proven, *crcs.spans.values()), tuple(digests.runs)
         self._finish(UnitRecord(unit.index, tuple(chunks), spans, runs, counts.read_bytes, losses), phase)
 
@@ -310,13 +319,6 @@ class Executor:
                 digests.add(item, data)
                 yield item, data.data
                 self.progress.add(phase, item.length_bytes)
-
-    def _by_parameter(self, losses: Mapping[int, Losses]) -> dict[str, Losses]:
-        found: dict[str, Losses] = {}
-        for tensor, lost in losses.items():
-            fqn = self._checkpoint.shard_map.tensors[tensor].fqn
-            found[fqn] = found.get(fqn, Losses()) + lost
-        return found
 
     def _finish(self, record: UnitRecord, phase: str) -> None:
         self._sink.record(record)

@@ -1,0 +1,136 @@
+"""Virtual targets: every byte of every file is that of the converted file, in any ranges, from several threads."""
+
+from __future__ import annotations
+
+import io
+import random
+import zipfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import reshard
+from house.expected import raised
+from house.repository import ROOT
+from reshard.errors import RequestError, StorageError
+from reshard_engine.operations import virtual
+
+DATA = ROOT / "tests" / "data"
+SHARED = ROOT.parent / "shared" / "checkpoints"
+NEUTRAL: list[tuple[str, dict[str, Any]]] = [
+    ("universal", {}),
+    ("safetensors", {}),
+    ("safetensors", {"dtype": "bf16", "max_shard_size": "20KB"}),
+    ("torch", {"dtype": "fp16"}),
+    ("dcp", {}),
+    ("torch_save", {}),
+]
+ZERO: list[tuple[str, dict[str, Any]]] = [
+    ("zero", {"dp": 1}),
+    ("zero", {"dp": 3}),
+    ("zero", {"dp": 5}),
+    ("fsdp_ranks", {"dp": 3, "rank_framework": "verl", "device_type": "cpu"}),
+    ("zero", {"dp": 2, "zero_stage": "1"}),
+]
+TENSOR_PARALLEL: list[tuple[str, dict[str, Any]]] = [("zero", {"dp": 2, "tp": 1}), ("universal", {}), ("dcp", {})]
+CASES = [
+    *((DATA / name, to, given) for name in ("zero2_tiny", "zero3_tiny") for to, given in (*NEUTRAL, *ZERO)),
+    (DATA / "tutorial_zero2", "zero", {"dp": 4, "zero_stage": "3"}),
+    (DATA / "tutorial_zero2", "dcp", {}),
+    *(
+        (SHARED / name / "src", to, given)
+        for name in (
+            "gpt_bf16_z1_tp2pp2dp2",
+            "gpt_bf16_z2_nopipe_tp2dp2",
+            "gpt_fp16_z1_tp2pp1dp2",
+            "gpt_fp32_z1_tp2pp1dp2",
+            "llama_fp32_z1_tp2pp2dp2",
+            "moe_bf16_z1_ep2dp4",
+            "llama_bf16_z3_nopipe_tp2dp2",
+        )
+        for to, given in TENSOR_PARALLEL
+    ),
+]
+
+
+def _name(case: tuple[Path, str, Mapping[str, Any]]) -> str:
+    source, to, given = case
+    return "-".join([source.parent.name, source.name, to, *(f"{k}={v}" for k, v in given.items())])
+
+
+def _open(case: tuple[Path, str, Mapping[str, Any]], **more: Any) -> Any:
+    source, to, options = case
+    return reshard.open_layout(source, to=to, **options, **more)
+
+
+@pytest.mark.parametrize("case", CASES, ids=map(_name, CASES))
+def test_every_byte_is_that_of_the_converted_file(case: Any, tmp_path: Path) -> None:
+    source, to, options = case
+    if not source.exists():
+        pytest.skip("the real checkpoint is not here: it lies outside the project")
+    made = reshard.convert(source, tmp_path / "run" / "made", to=to, **options)
+    written = {f.path: (tmp_path / "run" / "made" / f.path).read_bytes() for f in made.files}
+    seed = random.Random(_name(case))
+    with _open(case, name="made", exact_crcs=True) as exact, _open(case, name="made") as plain:
+        assert {f.path: f.size_bytes for f in exact.files} == {p: len(data) for p, data in written.items()}
+        assert exact.not_carried == made.not_carried
+        ranges = [(path, *sorted(seed.choices(range(len(data) + 1), k=2))) for path, data in written.items()] * 3
+        with ThreadPoolExecutor(8) as threads:
+            parts = list(threads.map(lambda r: exact.read(r[0], r[1], r[2] - r[1]), ranges))
+        assert parts == [written[path][begin:end] for path, begin, end in ranges]
+        for path, data in written.items():
+            assert exact.read(path) == data, path
+            without = bytearray(data)
+            for offset, _ in exact.file(path).template.crc_slots:
+                without[offset : offset + 4] = bytes(4)
+            assert plain.read(path) == without, path
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, bytes]]]:
+    place = tmp_path_factory.mktemp("virtual") / "run" / "made"
+    made = reshard.convert(DATA / "zero3_tiny", place, to="zero", dp=3)
+    written = {f.path: (place / f.path).read_bytes() for f in made.files}
+    with pytest.MonkeyPatch.context() as patch:
+        # Small blocks: ranges begin and end in all of their places.
+        patch.setattr(virtual, "BLOCK_BYTES", 512)
+        with reshard.open_layout(DATA / "zero3_tiny", to="zero", dp=3, name="made", exact_crcs=True) as layout:
+            yield layout, written
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_ranges_are_slices(opened: tuple[Any, dict[str, bytes]], data: st.DataObject) -> None:
+    layout, written = opened
+    path = data.draw(st.sampled_from(sorted(written)))
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(written[path]))] * 2)))
+    assert layout.read(path, begin, end - begin) == written[path][begin:end]
+    with layout.open(path) as file:
+        file.seek(begin)
+        assert file.read(end - begin) == written[path][begin:end]
+        assert file.read() == written[path][end:]
+
+
+def test_fields_of_checksums_are_exact_where_they_are_asked_for(opened: tuple[Any, dict[str, bytes]]) -> None:
+    layout, written = opened
+    for path in written:
+        # `zipfile` compares every record with its CRC-32.
+        with layout.open(path) as file, zipfile.ZipFile(file) as archive:
+            assert archive.testzip() is None
+    with reshard.open_layout(DATA / "zero3_tiny", to="zero", dp=3) as plain:
+        archive = zipfile.ZipFile(io.BytesIO(plain.read(plain.files[0].path)))
+        assert archive.testzip() is not None
+
+
+def test_files_outside_are_refused(opened: tuple[Any, dict[str, bytes]]) -> None:
+    layout, written = opened
+    path = next(iter(written))
+    assert raised(RequestError, layout.read, "../latest").code == "request.invalid"
+    assert raised(StorageError, layout.read, path, len(written[path]), 1).code == "storage.protocol"
+    assert raised(StorageError, layout.read, path, -1, 1).code == "storage.protocol"
+    with pytest.raises(TypeError, match="overwrite"):
+        reshard.open_layout(DATA / "zero3_tiny", to="zero", overwrite=True)
