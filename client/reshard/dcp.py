@@ -9,18 +9,54 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 from reshard.api.wire import convert_request
 from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, printable
+from reshard.functions import layout_request, options_of_layout, takes_keywords
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
-from reshard.models.keywords import ConvertOptions
+from reshard.models.keywords import ConversionKeywords, ConvertOptions
 
-__all__ = ["dcp_to_torch_save", "merge_fsdp_weights", "torch_save_to_dcp"]
+__all__ = ["Reader", "dcp_to_torch_save", "merge_fsdp_weights", "torch_save_to_dcp"]
 Path = str | os.PathLike[str]
 _MODEL = "pytorch_model_fsdp_0"
 _ONE_FILE_BYTES = 1 << 62
+
+
+@takes_keywords(options_of_layout())
+def Reader(  # noqa: N802 - it stands where torch's class `FileSystemReader` does
+    source: Path,
+    *,
+    compare: bool = True,
+    options: Mapping[str, Any] | None = None,
+    **given: Unpack[ConversionKeywords],
+) -> Any:
+    """Read any checkpoint with `torch.distributed.checkpoint.load`, without a conversion.
+
+        dcp.load(state_dict, storage_reader=reshard.dcp.Reader("run1/global_step100"))
+
+    The state dict has the keys of `reshard convert --to dcp` with the same options. Each rank reads from the source
+    the elements that its placements need, also parts of records; torch's own reader reads whole records. A problem on
+    one rank ends the call on all: torch raises a `CheckpointException` that holds the `reshard.ReshardError`s.
+
+    Args:
+        source: A checkpoint, as for `reshard.inspect`.
+        **given: The options, as the flags of `reshard convert --to dcp`.
+        compare: Compare the copies and rounded masters of the source first, as `convert` does. One rank reads them.
+        options: Options of formats of other packages, by format.
+
+    Returns:
+        A `torch.distributed.checkpoint.StorageReader`. Its `layout` is the distributed checkpoint that it reads, as
+        `reshard.open_layout` returns one.
+
+    Raises:
+        RequestError: The arguments do not go together; `request.engine_missing`.
+    """
+    named = {"source": source, "target": "-", "to": "dcp", "options": options}
+    return load_engine().loading().reader(layout_request(given, "see help(reshard.dcp.Reader)", named), compare=compare)
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:

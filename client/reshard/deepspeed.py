@@ -9,25 +9,26 @@ executed. Tensors need torch, which the extra `worker` brings.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from reshard.api.wire import convert_request
 from reshard.choices import TargetFormat, WeightDtype
+from reshard.declared import Declared
 from reshard.errors import RequestError, printable
+from reshard.functions import layout_request, options_of_layout, takes_keywords
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.models.keywords import ConvertOptions
 from reshard.option import size_of
-from reshard.options import SourceSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from reshard.options import NativeLayout, SourceSpec
 
 __all__ = [
     "clone_tensors_for_torch_save",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "load_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "to_torch_tensor",
 ]
@@ -39,6 +40,72 @@ _DTYPES = {
 }
 Path = str | os.PathLike[str]
 Model = TypeVar("Model")
+
+
+def _options_of_load() -> dict[str, Declared]:
+    """The options of a target that are neither the engine's own nor arguments of the function."""
+    own = {*NativeLayout.model_fields, "tag"} - {"vocab_divisor", "parameter_alignment", "rng"}
+    return {name: option for name, option in options_of_layout().items() if name not in own}
+
+
+@takes_keywords(_options_of_load())
+def load_checkpoint(  # noqa: PLR0913 - the arguments are DeepSpeed's
+    engine: Any,
+    source: Path,
+    tag: str | int | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Any = None,
+    *,
+    compare: bool = True,
+    options: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> tuple[Any, Any]:
+    """Do as `engine.load_checkpoint(source, tag, ...)`, from a checkpoint of any format and layout. Nothing is written.
+
+    The layout is the engine's own: data, tensor, pipeline and expert parallelism, ZeRO stage and sub-groups. Each rank
+    opens its own files of that layout, and their bytes come straight from the source. Proven with DeepSpeed 0.19.8.
+
+    All processes of the run must call it. If one of them fails, all raise: the process that failed its own error, the
+    others the same. After `source.changed` or another error of reading, the engine holds no state to train on; the
+    same call loads it when the cause is gone.
+
+    Args:
+        engine: What `deepspeed.initialize` returned.
+        source: A checkpoint, as for `reshard.inspect`; also one of FSDP.
+        tag: Tag of a save directory; by default the one that `latest` names.
+        load_module_strict: As in DeepSpeed, and so are the next four.
+        load_optimizer_states: See above.
+        load_lr_scheduler_states: See above.
+        load_module_only: See above.
+        custom_load_fn: See above.
+        **given: The other options, as the flags of `reshard convert --to zero`.
+        compare: Compare the copies and rounded masters of the source first, as `convert` does. Rank 0 reads them.
+        options: Options of formats of other packages, by format.
+
+    Returns:
+        What `engine.load_checkpoint` returns: a path (of a directory that is gone) and the client state.
+
+    Raises:
+        RequestError: The arguments do not go together, or not with the source; `request.engine_missing`.
+        SourceError: The checkpoint is missing, damaged, hostile, of an unsupported kind, or changes meanwhile.
+        StorageError: The storage refused or failed.
+        JobError: `job.peer_failed`: another process of the run failed, or is gone.
+    """
+    loading = load_engine().loading()
+    said = {**loading.layout_of(engine), **given, **({} if tag is None else {"tag": str(tag)})}
+    named = {"source": source, "target": "-", "to": TargetFormat.ZERO, "options": options}
+    request = layout_request(said, "see help(reshard.deepspeed.load_checkpoint)", named)
+    arguments = {
+        "load_module_strict": load_module_strict,
+        "load_optimizer_states": load_optimizer_states,
+        "load_lr_scheduler_states": load_lr_scheduler_states,
+        "load_module_only": load_module_only,
+        "custom_load_fn": custom_load_fn,
+    }
+    return loading.load_into_deepspeed(engine, request, arguments, compare=compare)
 
 
 def _source(checkpoint_dir: Path, tag: str | None) -> SourceSpec:

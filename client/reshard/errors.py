@@ -174,6 +174,7 @@ CODES: Mapping[str, CodeEntry] = {
     "job.not_finished": CodeEntry(409, ExitCode.CONFLICT, "The job has no result yet."),
     "job.finished": CodeEntry(409, ExitCode.CONFLICT, "The job has ended already."),
     "job.wait_timeout": CodeEntry(504, ExitCode.WAIT_TIMEOUT, "The job did not end in time."),
+    "job.peer_failed": CodeEntry(503, ExitCode.FAILED, "Another process of the training run failed, or is gone."),
     "service.unavailable": CodeEntry(503, ExitCode.RETRYABLE, "The service cannot be reached.", True),
     "service.port_in_use": CodeEntry(409, ExitCode.CONFLICT, "Another process listens on the port."),
     "service.protocol": CodeEntry(502, ExitCode.FAILED, "The service's answer violates its schema."),

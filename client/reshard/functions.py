@@ -327,12 +327,19 @@ def _by_service(
     return result
 
 
-def _options_of_layout() -> dict[str, Declared]:
+def options_of_layout() -> dict[str, Declared]:
     """The options that decide the bytes of a target; those of a run have nothing to decide without one."""
     return {name: option for name, option in declared_options().items() if not option.option.of_run}
 
 
-@takes_keywords(_options_of_layout())
+def layout_request(given: Mapping[str, Any], fix: str, named: Mapping[str, Any]) -> ConvertRequest:
+    """The request of a target that is never written. Arguments and errors are those of `request_of`."""
+    if unknown := next((n for n in given if n not in options_of_layout()), None):
+        raise TypeError(f"got an unexpected keyword argument {unknown!r}")
+    return request_of(given, fix, to_service=False, named=named)
+
+
+@takes_keywords(options_of_layout())
 def open_layout(
     source: PathLike,
     *,
@@ -371,10 +378,8 @@ def open_layout(
         ...     [file.path for file in weights.files], weights.read("model.safetensors", 8, 2)
         (['model.safetensors'], b'{"')
     """
-    if unknown := next((n for n in given if n not in _options_of_layout()), None):
-        raise TypeError(f"got an unexpected keyword argument {unknown!r}")
     named = {"source": source, "target": name or "-", "to": to, "options": options}
-    request = request_of(given, "see help(reshard.open_layout)", to_service=False, named=named)
+    request = layout_request(given, "see help(reshard.open_layout)", named)
     return load_engine().open_layout(request, exact_crcs=exact_crcs, compare=compare)
 
 

@@ -107,6 +107,24 @@ class StateDicts(Protocol):
         ...
 
 
+class Loading(Protocol):
+    """Loads virtual checkpoints with frameworks. Their objects are typed `Any`: the slim package imports none."""
+
+    def reader(self, request: ConvertRequest, *, compare: bool) -> Any:
+        """A `StorageReader` of torch over the distributed checkpoint that the request asks for."""
+        ...
+
+    def layout_of(self, engine: Any) -> dict[str, Any]:
+        """The options of the native target that an engine of DeepSpeed loads."""
+        ...
+
+    def load_into_deepspeed(
+        self, engine: Any, request: ConvertRequest, arguments: Mapping[str, Any], *, compare: bool
+    ) -> tuple[Any, Any]:
+        """Call the `load_checkpoint` of an engine of DeepSpeed on a target that is never written."""
+        ...
+
+
 class VirtualCheckpoint(Protocol):
     """The files of a target that is never written. Each is computed from the source when it is read.
 
@@ -258,6 +276,14 @@ class Engine(Protocol):
 
     def state_dicts(self) -> StateDicts:
         """Return the loader of weights as torch tensors.
+
+        Raises:
+            RequestError: `request.engine_missing` without torch.
+        """
+        ...
+
+    def loading(self) -> Loading:
+        """Return what loads virtual checkpoints with frameworks.
 
         Raises:
             RequestError: `request.engine_missing` without torch.

@@ -100,10 +100,22 @@ class Oracle:
         return self._resume("resume_universal", case, load_dir, out, world, tag, steps, restore_from)
 
     def resume_native(
-        self, case: Case, load_dir: Path, out: Path, *, world: int, tag: str | None = None, steps: int = 3
+        self,
+        case: Case,
+        load_dir: Path,
+        out: Path,
+        *,
+        world: int,
+        tag: str | None = None,
+        steps: int = 3,
+        direct: dict[str, Any] | None = None,
     ) -> Resumed:
-        """A new run on ``world`` ranks that loads by plain ``engine.load_checkpoint``; arguments as above."""
-        return self._resume("resume_native", case, load_dir, out, world, tag, steps, None)
+        """A new run on ``world`` ranks that loads by plain ``engine.load_checkpoint``; arguments as above.
+
+        With ``direct``, by `reshard.deepspeed.load_checkpoint` with these options, from a checkpoint of any layout.
+        """
+        more = {} if direct is None else {"direct": direct}
+        return self._resume("resume_native", case, load_dir, out, world, tag, steps, None, **more)
 
     def _resume(
         self,
@@ -115,6 +127,7 @@ class Oracle:
         tag: str | None,
         steps: int,
         restore_from: Truth | None,
+        **more: Any,
     ) -> Resumed:
         results = self.worlds.run(
             f"oracle.train:{function}",
@@ -125,6 +138,7 @@ class Oracle:
             out=str(out),
             steps=steps,
             restore_from=str(restore_from.tensors_path) if restore_from else None,
+            **more,
         )
         return Resumed.of(out, results[0]["losses"])
 
@@ -202,6 +216,7 @@ class ParallelOracle:
         tag: str | None = None,
         steps: int = 3,
         load_universal: bool = False,
+        direct: dict[str, Any] | None = None,
     ) -> Resumed:
         """A new run with other weights on ``layout`` that loads by plain ``engine.load_checkpoint``.
 
@@ -213,6 +228,7 @@ class ParallelOracle:
             tag: folder name; ``latest`` decides if None.
             steps: steps to train after loading.
             load_universal: the checkpoint is a universal one.
+            direct: load by `reshard.deepspeed.load_checkpoint` with these options, from any layout.
 
         Raises:
             WorldError: DeepSpeed or the model refused; the traceback is in it.
@@ -228,6 +244,7 @@ class ParallelOracle:
             out=str(out),
             steps=steps,
             load_universal=load_universal,
+            direct=direct,
         )
         assert results[0]["differing_args"] == []
         return Resumed.of(out, results[0]["losses"])

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+import reshard.deepspeed
 from oracle.parallel_cases import Layout, case_of
 from oracle.parallel_gather import LocalState, all_states, joined
 from oracle.train import CLIENT_STATE, RESUME_SEED, SOURCE_SEED, start_world
@@ -135,6 +136,7 @@ def resume(
     out: str,
     steps: int,
     load_universal: bool,
+    direct: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A new engine with other weights loads plainly, dumps ``out/resumed.*``, trains ``steps`` steps.
 
@@ -146,12 +148,16 @@ def resume(
         out: folder for the dump.
         steps: steps to train afterwards.
         load_universal: loads a universal checkpoint instead.
+        direct: loads by `reshard.deepspeed.load_checkpoint` with these options, from any layout.
 
     Returns:
         ``losses``, and ``differing_args``: of the arguments that Megatron compares.
     """
     run = _started(case, layout, RESUME_SEED, load_universal)
-    path, client_state = run.engine.load_checkpoint(load_dir, tag=tag)
+    if direct is None:
+        path, client_state = run.engine.load_checkpoint(load_dir, tag=tag)
+    else:
+        path, client_state = reshard.deepspeed.load_checkpoint(run.engine, load_dir, tag, **direct)
     if path is None:
         raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag!r} in {load_dir}")
     kept = {key: value for key, value in client_state.items() if key in CLIENT_STATE}

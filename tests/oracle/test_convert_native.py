@@ -27,6 +27,7 @@ from oracle.conversions import (
     UniversalFactory,
     agree,
     assert_continues,
+    assert_native_continues,
     hyper_parameters_of,
     target_of,
 )
@@ -34,7 +35,7 @@ from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.launcher import WorldError
 from oracle.outputs import convert, raw, read_bin, read_safetensors, read_universal, tensor_of
-from oracle.truth import NOT_LOADED_BY_UNIVERSAL, RawTensor, Resumed, Truth, differences, meta_differences
+from oracle.truth import NOT_LOADED_BY_UNIVERSAL, RawTensor, Truth, differences, meta_differences
 from reshard.errors import RequestError, SourceError
 from reshard.options import NativeLayout
 
@@ -105,32 +106,6 @@ def _native(run: Trained, folder: Path, world: int, case: Case) -> Path:
     return folder
 
 
-def _scale(state: Truth) -> float | None:
-    scale: float | None = state.meta["loss_scale"] or state.meta["plain_loss_scale"]
-    return scale
-
-
-def _assert_continues(run: Trained, resumed: Resumed, case: Case, spread: float) -> None:
-    wrong = differences(run.truth, resumed.state)
-    if run.case.steps == 0:
-        # Engines make the moments before the first step, and leave them out of the file.
-        wrong = [text for text in wrong if not text.startswith(("exp_avg", "scalar step"))]
-    assert wrong == []
-    other = meta_differences(run.truth, resumed.state)
-    assert [text for text in other if not text.startswith("loss_scale:")] == []
-    # Optimizers that never scale have no scale at all, or 1; those of stage 0 keep it in another place.
-    assert (_scale(run.truth) or 1.0) == (_scale(resumed.state) or 1.0)
-    assert resumed.wrong_weights == []
-    if case.dtype == "fp32":
-        assert agree(resumed.losses, run.losses_after, significant=6)
-    elif (case.stage == 0) != (run.case.stage == 0):
-        # DeepSpeed's 16-bit optimizers of stage 0 step differently from its ZeRO optimizers (0.013 after one step, from
-        # equal weights): only the loss before the first step says something.
-        assert agree(resumed.losses[:1], run.losses_after[:1], significant=6)
-    else:
-        assert resumed.losses == pytest.approx(run.losses_after, rel=0, abs=spread)
-
-
 @pytest.mark.parametrize(
     ("name", "world"),
     [
@@ -145,7 +120,7 @@ def test_plain_load_checkpoint_resumes_on_another_world(
     case = replace(run.case, elastic=False, zip_files=True, writer=None, nvme=None)
     folder = _native(run, tmp_path / "out", world, case)
     resumed = oracle.resume_native(case, folder, tmp_path / "state", world=world)
-    _assert_continues(run, resumed, case, bf16_spread)
+    assert_native_continues(run, resumed, case, bf16_spread)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +133,7 @@ def test_another_stage_resumes(
     case = replace(run.case, stage=stage)
     folder = _native(run, tmp_path / "out", 3, case)
     resumed = oracle.resume_native(case, folder, tmp_path / "state", world=3)
-    _assert_continues(run, resumed, case, bf16_spread)
+    assert_native_continues(run, resumed, case, bf16_spread)
 
 
 @pytest.mark.parametrize(("name", "stage", "world"), [("z2_bf16", 2, 3), ("z1_fp32", 3, 4), ("z3_two_groups", 3, 1)])
@@ -176,7 +151,7 @@ def test_a_universal_checkpoint_becomes_native(
     layout = NativeLayout(dp=world, zero_stage=str(stage))
     convert(converted.root, tmp_path / "out" / run.tag, "zero", layout=layout)
     resumed = oracle.resume_native(case, tmp_path / "out", tmp_path / "state", world=world)
-    _assert_continues(run, resumed, case, bf16_spread)
+    assert_native_continues(run, resumed, case, bf16_spread)
 
 
 # One universal directory for every stage, and what stage 3 of DeepSpeed 0.19.8 makes of it.

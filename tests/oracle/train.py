@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 
+import reshard.deepspeed
 from oracle.cases import Case, ds_config
 from oracle.fastio import enable_fast_writer
 from oracle.gather import gather_module, gather_states
@@ -205,12 +206,16 @@ def _resume(
     steps: int,
     restore_from: str | None,
     universal: bool,
+    direct: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     rank, world = start_world()
     engine = build_engine(Case(**case), world, seed=RESUME_SEED, load_universal=universal)
     if Case(**case).frozen_late:
         freeze_late(engine.module)
-    path, client_state = engine.load_checkpoint(load_dir, tag=tag)
+    if direct is None:
+        path, client_state = engine.load_checkpoint(load_dir, tag=tag)
+    else:
+        path, client_state = reshard.deepspeed.load_checkpoint(engine, load_dir, tag, **direct)
     if path is None:
         raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag!r} in {load_dir}")
     kept = {key: value for key, value in client_state.items() if key in CLIENT_STATE}
@@ -238,7 +243,16 @@ def resume_universal(
 
 
 def resume_native(
-    case: dict[str, Any], load_dir: str, tag: str | None, out: str, steps: int, restore_from: str | None = None
+    case: dict[str, Any],
+    load_dir: str,
+    tag: str | None,
+    out: str,
+    steps: int,
+    restore_from: str | None = None,
+    direct: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """As ``resume_universal`` by plain ``engine.load_checkpoint``, which restores buffers and frozen weights itself."""
-    return _resume(case, load_dir, tag, out, steps, restore_from, universal=False)
+    """As ``resume_universal`` by plain ``engine.load_checkpoint``, which restores buffers and frozen weights itself.
+
+    With ``direct``, by `reshard.deepspeed.load_checkpoint` with these options, from a checkpoint of any layout.
+    """
+    return _resume(case, load_dir, tag, out, steps, restore_from, universal=False, direct=direct)

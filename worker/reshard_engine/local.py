@@ -6,13 +6,15 @@ The entry point `reshard.engine` loads the object `engine`. Each method imports 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from reshard.choices import OpaquePolicy, ReplicaPolicy, TargetFormat
 from reshard.errors import RequestError, SourceError, printable
-from reshard.local import Finding, StateDicts, VirtualCheckpoint, install_line
+from reshard.local import Finding, Loading, StateDicts, install_line
 from reshard.models.jobs import (
     CleanReport,
     ConvertRequest,
@@ -36,6 +38,22 @@ from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import ObjectStore
+
+if TYPE_CHECKING:
+    from reshard_engine.operations.virtual import VirtualCheckpoint
+
+
+@contextmanager
+def _torch_wanted() -> Generator[None]:
+    """Name what installs torch, for an import that lacks it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            "request.engine_missing",
+            f"tensors need {error.name!r}, which is not installed",
+            fix=install_line("worker"),
+        ) from None
 
 
 class LocalEngine:
@@ -180,15 +198,15 @@ class LocalEngine:
 
     def state_dicts(self) -> StateDicts:
         """Return the loader of weights as torch tensors."""
-        try:
+        with _torch_wanted():
             from reshard_engine.operations import state_dicts
-        except ModuleNotFoundError as error:
-            raise RequestError(
-                "request.engine_missing",
-                f"tensors need {error.name!r}, which is not installed",
-                fix=install_line("worker"),
-            ) from None
         return state_dicts
+
+    def loading(self) -> Loading:
+        """Return what loads virtual checkpoints with frameworks."""
+        with _torch_wanted():
+            from reshard_engine.operations import loading
+        return loading
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
         """Read a target again and compare it with its manifest; with `sample`, only a random fraction of its bytes.

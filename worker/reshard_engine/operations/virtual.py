@@ -11,9 +11,9 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
@@ -43,7 +43,7 @@ from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.storage.crc32 import crc32, pieces_of
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
-from reshard_engine.storage.protocol import Listing
+from reshard_engine.storage.protocol import Listing, ObjectInfo
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
 
 if TYPE_CHECKING:
@@ -279,22 +279,35 @@ class _Maker:
         """
         with self._lock:
             reader = self._idle.pop() if self._idle else None
-        if reader is None:
-            saturate = self._policy is OverflowPolicy.SATURATE
-            reader = TensorReader(
-                self._checkpoint, default_kernel(), saturate=saturate, pool=self._calls, counts=ReadCounts()
-            )
+        reader = self._new_reader(self._checkpoint) if reader is None else reader
+        with self._reading(reader, self._checkpoint):
+            yield reader
+        with self._lock:
+            self._idle.append(reader)
+
+    @contextmanager
+    def reader_of(self, checkpoint: Checkpoint) -> Generator[TensorReader]:
+        """A reader of the same files with other tensors."""
+        reader = self._new_reader(checkpoint)
+        with self._reading(reader, checkpoint):
+            yield reader
+
+    def _new_reader(self, checkpoint: Checkpoint) -> TensorReader:
+        saturate = self._policy is OverflowPolicy.SATURATE
+        return TensorReader(checkpoint, default_kernel(), saturate=saturate, pool=self._calls, counts=ReadCounts())
+
+    @contextmanager
+    def _reading(self, reader: TensorReader, checkpoint: Checkpoint) -> Generator[None]:
         try:
             with kept_open():
-                yield reader
+                yield
             if self._policy is OverflowPolicy.ERROR:
-                refuse_overflow(losses_by_parameter(self._checkpoint, reader.counts.losses))
+                refuse_overflow(losses_by_parameter(checkpoint, reader.counts.losses))
         finally:
             with self._lock:
                 self.read_bytes += reader.counts.read_bytes
-                reader.counts.read_bytes = 0
-                reader.counts.losses.clear()
-                self._idle.append(reader)
+            reader.counts.read_bytes = 0
+            reader.counts.losses.clear()
 
 
 # The whole target.
@@ -422,17 +435,28 @@ class VirtualCheckpoint:
         self.read_into(path, offset, memoryview(data))
         return bytes(data)
 
-    def open(self, path: str) -> BinaryIO:
-        """The file at this path as an open file, for `torch.load` and others that read files."""
-        return cast("BinaryIO", io.BufferedReader(_VirtualFile(self, path, self.file(path).size_bytes), _BUFFER_BYTES))
+    def read_known(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of a file that the source's tensors do not decide, and zeros for the others."""
+        info = ObjectInfo(f"/{path}", self.file(path).size_bytes, self.store.scheme)
+        self.store.read_into(info, offset, buffer)
+
+    def open(self, path: str, read: Callable[[int, memoryview], None] | None = None) -> BinaryIO:
+        """The file at this path as an open file, for `torch.load` and others that read files.
+
+        Args:
+            path: The path.
+            read: Fills memory with bytes of the file from an offset on; by default `read_into` does.
+        """
+        own = partial(self.read_into, path) if read is None else read
+        return cast("BinaryIO", io.BufferedReader(_VirtualFile(own, self.file(path).size_bytes), _BUFFER_BYTES))
 
     def filesystem(self) -> Any:
         """The files as a read-only file system of fsspec."""
         return ReshardFileSystem(layout=self)
 
-    def elements_reader(self) -> object:
-        """A context manager with a reader of elements of the source's tensors, for readers that want no files."""
-        return self._make.reader()
+    def reader_of(self, checkpoint: Checkpoint) -> AbstractContextManager[TensorReader]:
+        """A reader of elements, for loaders that want no files: of `checkpoint` with more tensors made of its own."""
+        return self._make.reader_of(checkpoint)
 
     def prove_unchanged(self) -> None:
         """Compare every file of the source with its pin.
@@ -469,9 +493,9 @@ class VirtualCheckpoint:
 class _VirtualFile(io.RawIOBase):
     """One file of a virtual checkpoint as a seekable stream."""
 
-    def __init__(self, checkpoint: VirtualCheckpoint, path: str, size_bytes: int) -> None:
+    def __init__(self, read: Callable[[int, memoryview], None], size_bytes: int) -> None:
         super().__init__()
-        self._checkpoint, self._path, self._size_bytes = checkpoint, path, size_bytes
+        self._read, self._size_bytes = read, size_bytes
         self._at = 0
 
     def readable(self) -> bool:
@@ -494,7 +518,7 @@ class _VirtualFile(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._size_bytes - self._at))
         if count:
-            self._checkpoint.read_into(self._path, self._at, view[:count])
+            self._read(self._at, view[:count])
         self._at += count
         return count
 

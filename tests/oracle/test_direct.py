@@ -1,0 +1,105 @@
+"""`reshard.deepspeed.load_checkpoint`: a run goes on in another layout, from the source itself, and nothing is written.
+
+The state right after loading is that of the source, bit for bit, as for plain ``engine.load_checkpoint`` of converted
+files; then the next losses are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from house.tiers import rest_full
+from oracle.cases import Case
+from oracle.conversions import UniversalFactory, assert_native_continues
+from oracle.driver import Oracle, ParallelOracle
+from oracle.fixtures import TrainedFactory, TrainedOn
+from oracle.parallel_cases import GPT_CASES, Layout
+from oracle.test_convert_native import ALWAYS, EVERYTHING, STAGE_CHANGES
+from oracle.truth import differences, meta_differences
+
+SAMPLE = (
+    ("z0_fp32", 3),
+    ("bf16opt_two_groups", 3),
+    ("z1_round_robin_two_groups", 3),
+    ("z2_fp16_skipped", 3),
+    ("z3_sub_groups_two_groups", 4),
+    ("z3_frozen_late", 3),
+)
+
+
+def _files(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*")}
+
+
+def _target(case: Case, **changes: Any) -> Case:
+    return replace(case, elastic=False, zip_files=True, writer=None, nvme=None, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=() if case in SAMPLE else pytest.mark.full)
+        for case in dict.fromkeys((*SAMPLE, *ALWAYS, *EVERYTHING))
+    ],
+)
+def test_a_run_goes_on_in_another_world(
+    name: str, world: int, trained: TrainedFactory, oracle: Oracle, tmp_path: Path, bf16_spread: float
+) -> None:
+    run = trained(name)
+    case, before = _target(run.case), _files(run.dir)
+    resumed = oracle.resume_native(case, run.dir, tmp_path / "state", world=world, direct={})
+    assert_native_continues(run, resumed, case, bf16_spread)
+    assert _files(run.dir) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    rest_full(STAGE_CHANGES, ("z1_fp32", 2), ("z3_sub_groups_two_groups", 2)),
+    ids=[f"{n}-to-{s}" for n, s in STAGE_CHANGES],
+)
+def test_a_run_goes_on_at_another_stage(
+    name: str, stage: Any, trained: TrainedFactory, oracle: Oracle, tmp_path: Path, bf16_spread: float
+) -> None:
+    run = trained(name)
+    case = _target(run.case, stage=stage)
+    resumed = oracle.resume_native(case, run.dir, tmp_path / "state", world=3, direct={})
+    assert_native_continues(run, resumed, case, bf16_spread)
+
+
+def test_a_universal_checkpoint_is_loaded_as_a_native_one(
+    universal: UniversalFactory, oracle: Oracle, tmp_path: Path, bf16_spread: float
+) -> None:
+    converted = universal("z2_bf16")
+    case = _target(converted.run.case, stage=3)
+    resumed = oracle.resume_native(case, converted.root, tmp_path / "state", world=3, direct={})
+    assert_native_continues(converted.run, resumed, case, bf16_spread)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "target"),
+    rest_full(
+        [
+            ("gpt_fp32", Layout(2, 2, 2), Layout(1, 2, 2)),
+            ("gpt_fp32", Layout(2, 2, 2), Layout(4, 1, 1)),
+            ("gpt_fp32_by_parameters", Layout(2, 2, 2), Layout(1, 3, 1)),
+            ("gpt_bf16opt_glu", Layout(2, 2, 2), Layout(4, 1, 1)),
+        ],
+        ("gpt_fp32", Layout(2, 2, 2), Layout(1, 2, 2)),
+    ),
+    ids=str,
+)
+def test_model_parallel_runs_go_on_in_other_layouts(
+    name: str, source: Layout, target: Layout, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+) -> None:
+    case, run = GPT_CASES[name], trained_on(name, source)
+    direct = {"vocab_divisor": case.pad_to}
+    again = parallel.resume(case, target, run.dir, tmp_path / "out", direct=direct)
+    assert differences(run.truth, again.state) == []
+    assert meta_differences(run.truth, again.state) == []
+    assert again.state.meta["replica_differences"] == []
+    if case.dtype == "fp32":
+        assert again.losses == pytest.approx(run.losses_after, abs=2e-6)
