@@ -69,6 +69,7 @@ class Job:
         out: where to dump.
         partial: accepts that states are missing.
         scheduler: the state for a scheduler of which the checkpoint says nothing.
+        direct: the options of `reshard.dcp.Reader`, if that reads it; the checkpoint may be of any format then.
     """
 
     run: FsdpRun
@@ -77,10 +78,12 @@ class Job:
     out: Path
     partial: bool = False
     scheduler: Any = None
+    direct: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the way into a rank."""
         rest = {"kind": self.kind, "path": str(self.path), "out": str(self.out), "partial": self.partial}
+        rest |= {"direct": self.direct}
         return rest | {"run": self.run.to_json(), "scheduler": self.scheduler if self.run.scheduler else None}
 
 
@@ -114,8 +117,12 @@ class FsdpOracle:
                 got = self._run("dcp_zero:save", case=run.model.to_json(), **shared)
         return tuple(got["losses_after"])
 
-    def resume(self, framework: Framework, run: FsdpRun, path: Path, out: Path) -> Resumed:
+    def resume(
+        self, framework: Framework, run: FsdpRun, path: Path, out: Path, *, direct: dict[str, Any] | None = None
+    ) -> Resumed:
         """Resumes one checkpoint by the framework's own way, on ``run.mesh``.
+
+        With ``direct``, DeepSpeed loads by `reshard.deepspeed.load_checkpoint` with these options.
 
         Raises:
             WorldError: it refused; the traceback is in it.
@@ -134,7 +141,10 @@ class FsdpOracle:
                 got = self._run("dcp_trainer:trainer", folder=str(out), resume=str(path), **kind, **shared)
                 got = {"losses": [got["losses"][step] for step in ("4", "5", "6")]}
             case "zero":
-                got = self._run("dcp_zero:load", case=run.model.to_json(), path=str(path), out=str(out), **shared)
+                more = {} if direct is None else {"direct": direct}
+                got = self._run(
+                    "dcp_zero:load", case=run.model.to_json(), path=str(path), out=str(out), **shared, **more
+                )
             case "torch" | "items":
                 raise ValueError("several at once: resume_all; in one form: resume_items")
         return Resumed.of(out, got["losses"])

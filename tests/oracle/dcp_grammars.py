@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
+import reshard.dcp
 from oracle.dcp_models import Running
 
 DECOUPLED = "decoupled_weight_decay"
@@ -171,7 +172,9 @@ def _grammar_of_2_3(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group.update({} if value is None else {DECOUPLED: value})
 
 
-def load(running: Running, kind: str, folder: Path, *, partial: bool = False) -> None:
+def load(
+    running: Running, kind: str, folder: Path, *, partial: bool = False, direct: dict[str, Any] | None = None
+) -> None:
     """Loads one checkpoint into a run that has made no step, as the program that wrote the grammar would; collective.
 
     Args:
@@ -179,12 +182,14 @@ def load(running: Running, kind: str, folder: Path, *, partial: bool = False) ->
         kind: a grammar; variants are all ``app``.
         folder: the checkpoint's directory.
         partial: accepts that the checkpoint lacks states which a fresh optimizer is given.
+        direct: reads by `reshard.dcp.Reader` with these options, from a checkpoint of any format.
     """
     # By default torch 2.13 drops what FSDP1 holds no piece of on this rank, takes the rest for a checkpoint of torch
     # 2.3, and finds no such keys.
     flatten = running.run.parallel == "fsdp2"
     planner = DefaultLoadPlanner(allow_partial_load=partial, flatten_sharded_tensors=flatten)
-    kwargs: dict[str, Any] = {"storage_reader": FileSystemReader(str(folder)), "planner": planner}
+    reader = FileSystemReader(str(folder)) if direct is None else reshard.dcp.Reader(folder, **direct)
+    kwargs: dict[str, Any] = {"storage_reader": reader, "planner": planner}
     wanted: dict[str, Any] = {}
     match kind:
         case "nested":

@@ -29,7 +29,8 @@ def torch_only(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Args:
         jobs: of each the ``run``, the ``kind`` of its grammar, its ``path``, where to dump (``out``), ``partial`` if
-            states may be missing, and the ``scheduler``'s state if the checkpoint holds none.
+            states may be missing, the options of `reshard.dcp.Reader` if that reads it (``direct``), and the
+            ``scheduler``'s state if the checkpoint holds none.
 
     Returns:
         For each the ``losses`` of its three steps, or the ``error`` that loading ended with.
@@ -42,7 +43,7 @@ def torch_only(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if job["scheduler"] is not None:
             running.scheduler = None  # the checkpoint holds none
         try:
-            load(running, job["kind"], Path(job["path"]), partial=job["partial"])
+            load(running, job["kind"], Path(job["path"]), partial=job["partial"], direct=job["direct"])
         except (Exception, CheckpointException):  # noqa: BLE001 - the test judges it; torch's is none of Exception's
             results.append({"error": traceback.format_exc()})
             continue

@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 
+import reshard.deepspeed
 from oracle.cases import Case, ds_config
 from oracle.models import build_model, client_optimizer, param_groups
 from oracle.train import RESUME_SEED, SOURCE_SEED, dump_states, start_world, train_steps
@@ -52,7 +53,14 @@ def save(case: dict[str, Any], folder: str) -> dict[str, Any]:
     return {"tag": tag, "losses_before": before, "losses_after": train_steps(engine, STEPS, rank, world)}
 
 
-def load(case: dict[str, Any], path: str, out: str, compiled: bool = False, turned: bool = False) -> dict[str, Any]:
+def load(
+    case: dict[str, Any],
+    path: str,
+    out: str,
+    compiled: bool = False,
+    turned: bool = False,
+    direct: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Resumes from a DeepSpeed checkpoint, dumps ``out/resumed.*`` as loaded and trains three steps.
 
     Args:
@@ -61,10 +69,14 @@ def load(case: dict[str, Any], path: str, out: str, compiled: bool = False, turn
         out: where to dump.
         compiled: by ``torch.compile``, whose wrapper makes every name of the state dict longer.
         turned: with an optimizer that has the parameters in the opposite order, and without a scheduler.
+        direct: by `reshard.deepspeed.load_checkpoint` with these options, from a checkpoint of any format.
     """
     rank, world = start_world()
     engine = _engine(Case(**case), world, RESUME_SEED, compiled=compiled, turned=turned)
-    found, _ = engine.load_checkpoint(path)
+    if direct is None:
+        found, _ = engine.load_checkpoint(path)
+    else:
+        found, _ = reshard.deepspeed.load_checkpoint(engine, path, **direct)
     assert found is not None, f"DeepSpeed found no checkpoint in {path}"
     dump_states(engine, Path(out), "resumed", {})
     engine.global_steps = STEPS  # the number of the next batch; the dump has what the checkpoint says

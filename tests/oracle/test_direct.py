@@ -1,4 +1,4 @@
-"""`reshard.deepspeed.load_checkpoint`: a run goes on in another layout, from the source itself, and nothing is written.
+"""`reshard.deepspeed.load_checkpoint` and `reshard.dcp.Reader`: runs go on from a source of another layout itself.
 
 The state right after loading is that of the source, bit for bit, as for plain ``engine.load_checkpoint`` of converted
 files; then the next losses are compared.
@@ -15,11 +15,14 @@ import pytest
 from house.tiers import rest_full
 from oracle.cases import Case
 from oracle.conversions import UniversalFactory, assert_native_continues
+from oracle.dcp_cases import RUNS, Mesh
+from oracle.dcp_driver import FsdpOracle, Job, problems, zero_run
 from oracle.driver import Oracle, ParallelOracle
-from oracle.fixtures import TrainedFactory, TrainedOn
+from oracle.fixtures import SavedFactory, TrainedFactory, TrainedOn
 from oracle.parallel_cases import GPT_CASES, Layout
 from oracle.test_convert_native import ALWAYS, EVERYTHING, STAGE_CHANGES
-from oracle.truth import differences, meta_differences
+from oracle.test_dcp_across import assert_goes_on
+from oracle.truth import Resumed, differences, meta_differences
 
 SAMPLE = (
     ("z0_fp32", 3),
@@ -103,3 +106,49 @@ def test_model_parallel_runs_go_on_in_other_layouts(
     assert again.state.meta["replica_differences"] == []
     if case.dtype == "fp32":
         assert again.losses == pytest.approx(run.losses_after, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh"),
+    rest_full(
+        [(stage, mesh) for stage in (1, 2, 3) for mesh in (Mesh(3), Mesh(2), Mesh(2, tensor=2))],
+        (2, Mesh(2, tensor=2)),
+        (3, Mesh(3)),
+    ),
+    ids=str,
+)
+def test_zero_is_read_by_torch_on_a_mesh(
+    stage: Any, mesh: Mesh, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path
+) -> None:
+    run = RUNS["fsdp2" if mesh.tensor == 1 else "fsdp2_tp"]
+    source = saved(zero_run(stage, run, 4), "zero")
+    before = _files(source.path())
+    jobs = [
+        Job(run.on(mesh), kind, source.path(), tmp_path / framework, direct={"framework": framework})
+        for framework, kind in (("state-dict", "nested"), ("torchtitan", "flat"))
+    ]
+    for resumed in fsdp.resume_all(jobs):
+        assert_goes_on(source, resumed)
+    assert _files(source.path()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("fsdp2", Mesh(3)), pytest.param("fsdp2_tp", Mesh(1, tensor=2), marks=pytest.mark.full)], ids=str
+)
+def test_a_distributed_checkpoint_is_read_on_another_mesh(
+    name: str, mesh: Mesh, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path
+) -> None:
+    source = saved(name)
+    job = Job(source.run.on(mesh), "nested", source.path("nested"), tmp_path / "out", direct={})
+    (resumed,) = fsdp.resume_all([job])
+    assert isinstance(resumed, Resumed), resumed
+    assert problems(source.truth, resumed.state) == []
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_run_of_fsdp_goes_on_under_deepspeed(
+    stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path
+) -> None:
+    source = saved("fsdp2_tp")
+    resumed = fsdp.resume("zero", zero_run(stage, source.run, 3), source.path("nested"), tmp_path / "out", direct={})
+    assert_goes_on(source, resumed)
