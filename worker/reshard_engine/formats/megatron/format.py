@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -112,14 +112,20 @@ class _Stored:
         place = self.boxes.offset[kept] + skipped * self.dtype.itemsize_bytes
         return replace(self, boxes=Boxes(inner, self.boxes.file[kept], place), shape=(end - begin, *self.shape[1:]))
 
-    def within(self, entry: Entry) -> _Stored:
-        """The tensor of one layer, or of one expert, of an entry that has axes for them."""
-        found = replace(self, entry=entry)
-        for at in entry.index:
-            one = found.rows(at, at + 1)
-            boxes = Boxes(one.boxes.boxes[:, :, 1:], one.boxes.file, one.boxes.offset)
-            found = replace(one, boxes=boxes, shape=one.shape[1:])
-        return found
+    def of(self, entries: Sequence[Entry]) -> Iterator[_Stored]:
+        """The tensors of layers, or of experts, of an entry that has axes for them."""
+        # A layer is cut out once for all of its experts, as each cut goes through all boxes.
+        held: dict[tuple[int, ...], _Stored] = {(): self}
+        for entry in entries:
+            found = self
+            for depth, at in enumerate(entry.index, start=1):
+                place = entry.index[:depth]
+                if place not in held:
+                    one = found.rows(at, at + 1)
+                    boxes = Boxes(one.boxes.boxes[:, :, 1:], one.boxes.file, one.boxes.offset)
+                    held[place] = replace(one, boxes=boxes, shape=one.shape[1:])
+                found = held[place]
+            yield replace(found, entry=entry)
 
     def added(self, builder: ShardMapBuilder) -> int:
         """Register the tensor; returns its number."""
@@ -296,7 +302,7 @@ class _Assembly:
                 fix="the files are of different saves: copy those of one save",
             )
         self._keys += [(key, entry.name) for entry in entries] if stored.state == "weight" else []
-        return [stored.within(entry) for entry in entries]
+        return list(stored.of(entries))
 
     def _register(self, stored: _Stored) -> None:
         name, state, model = stored.entry.name, stored.state, self._model
