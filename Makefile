@@ -173,7 +173,7 @@ site: $(DOCS)/.ready ## the documents as a site in site/, strict, in an environm
 golden: $(READY) ## accept the command line's help and all fixes as they are now
 	@RESHARD_GOLDEN=write $(PYTEST) -q -m 'full or not full' tests/packaging/test_cli_frozen.py tests/packaging/test_family_fixes.py tests/packaging/test_fixes.py tests/packaging/test_help.py
 
-bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|functions|dcp|scale|all")
+bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|functions|dcp|ranks|megatron|scale|all")
 	@$(BIN)/$(COMPILE)
 	@$(BIN)/python bench/run.py $(ARGS)
 

@@ -66,6 +66,17 @@ def same_state_dicts(ours: Path, theirs: Path) -> list[str]:
     return problems if expected else ["the peer holds nothing"]
 
 
+def same_tensors(ours: Path, theirs: Path) -> list[str]:
+    """Differences between the tensors of two distributed checkpoints, whose other values may differ."""
+    expected, found = (
+        {name: value for name, value in _state_dict(tree).items() if isinstance(value, torch.Tensor)}
+        for tree in (theirs, ours)
+    )
+    problems = sorted(set(expected) ^ set(found))
+    problems += [n for n in expected if n in found and not torch.equal(expected[n], found[n])]
+    return problems if expected else ["the peer holds nothing"]
+
+
 def _state_dict(directory: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner

@@ -1,6 +1,6 @@
 """Our CLI beside DeepSpeed's converters and a plain copy, on the same checkpoints, in one run.
 
-    python bench/run.py [--suite main|small|wide|functions|dcp|ranks|scale|all] [--megabytes 4000] [--rounds 3] ...
+    python bench/run.py [--suite main|small|wide|functions|dcp|ranks|megatron|scale|all] [--megabytes 4000] ...
 
 Commands alternate; medians and ratios are printed, with peak memory of the process tree and the bytes that it read and
 wrote. Outputs are compared with the peer's, tensor by tensor, before a ratio is. Exit status 1 if a stated ratio is
@@ -30,13 +30,14 @@ from cases import OURS, Case, environment, main_cases, small_cases, wide_cases
 from dcp_cases import dcp_cases
 from functions import function_cases
 from measure import Measured, measure
+from megatron_cases import megatron_cases
 from plot import draw as draw_times
 from rank_cases import rank_cases
 from scale import memory_rows, plan_rows, thread_rows
 from tables import draw, markdown
 
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "benchmark.svg"
-SUITES = ("main", "small", "wide", "functions", "dcp", "ranks", "scale")
+SUITES = ("main", "small", "wide", "functions", "dcp", "ranks", "megatron", "scale")
 BASELINE = Path(__file__).parent / "baseline.json"
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 """Where trees of many small files are made: ext4 passes over inodes that were removed in the last minutes, so that each
@@ -138,9 +139,7 @@ def _write(arguments: argparse.Namespace, facts: dict[str, Any], rows: list[dict
 def main() -> int:
     """Run the suites; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--suite", choices=("main", "small", "wide", "functions", "dcp", "ranks", "scale", "all"), default="main"
-    )
+    parser.add_argument("--suite", choices=(*SUITES, "all"), default="main")
     parser.add_argument("--megabytes", type=int, default=4_000, help="masters and moments of the checkpoint")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -162,6 +161,7 @@ def main() -> int:
             "functions": function_cases(root, min(arguments.megabytes, 4_000)),
             "dcp": dcp_cases(root, arguments.megabytes),
             "ranks": rank_cases(root, arguments.megabytes),
+            "megatron": megatron_cases(root, min(arguments.megabytes, 1_000)),
             "wide": wide_cases(root, min(arguments.megabytes, 1_000)),
         }
         for suite, cases in suites.items():

@@ -325,9 +325,9 @@ class Training:
         run, config = self.run, self.config
         gpt, moe = run.model == "gpt", run.model == "moe"
         return Namespace(
-            num_layers=run.layers, hidden_size=HIDDEN, ffn_hidden_size=config.ffn_hidden_size,
+            num_layers=run.layers, hidden_size=config.hidden_size, ffn_hidden_size=config.ffn_hidden_size,
             num_attention_heads=HEADS, num_query_groups=config.num_query_groups, group_query_attention=not gpt,
-            kv_channels=HIDDEN // HEADS,
+            kv_channels=config.kv_channels,
             swiglu=not gpt, add_bias_linear=gpt, add_qkv_bias=config.add_qkv_bias, qk_layernorm=config.qk_layernorm,
             untie_embeddings_and_output_weights=not gpt, normalization=config.normalization,
             norm_epsilon=config.layernorm_epsilon, position_embedding_type="learned_absolute" if gpt else "rope",
@@ -336,7 +336,8 @@ class Training:
             tensor_model_parallel_size=run.tp, pipeline_model_parallel_size=run.pp,
             virtual_pipeline_model_parallel_size=run.vpp, num_layers_per_virtual_pipeline_stage=None,
             expert_model_parallel_size=run.ep, expert_tensor_parallel_size=run.tp, context_parallel_size=1,
-            num_experts=run.experts if moe else None, moe_ffn_hidden_size=24 if moe else None, moe_router_topk=2,
+            num_experts=run.experts if moe else None,
+            moe_ffn_hidden_size=config.moe_ffn_hidden_size if moe else None, moe_router_topk=2,
             moe_layer_freq=1, moe_grouped_gemm=False, decoder_first_pipeline_num_layers=None,
             decoder_last_pipeline_num_layers=None, account_for_embedding_in_pipeline_split=False,
             account_for_loss_in_pipeline_split=False, pipeline_model_parallel_layout=None,
