@@ -265,3 +265,16 @@ def test_models_of_no_run_get_the_keys_of_their_layers(tmp_path: Path) -> None:
     assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in keys["local"]
     assert "decoder.layers.pre_mlp_layernorm.weight" in keys["transformer_engine"]
     assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in keys["transformer_engine"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_is_equal_to_itself_with_its_experts_on_other_ranks(ranks: int, tmp_path: Path) -> None:
+    """Groups of experts are marked in runs with several expert-parallel ranks alone."""
+    source = MegatronRun(experts=4, data=4, expert_ranks=ranks).save_legacy(tmp_path / "run")
+    target = tmp_path / "other" / source.name
+    reshard.convert(source, target, to="megatron", ep=3 - ranks, progress=False)
+    held = torch.load(target / "common.pt", weights_only=False)["optimizer"]
+    groups = [g for one in ([held] if ranks == 2 else held.values()) for g in one["optimizer"]["param_groups"]]
+    assert {g["is_expert_parallel"] for g in groups} == ({False} if ranks == 2 else {False, True})
+    report = reshard.diff(source, target)
+    assert report.equal, report.differences

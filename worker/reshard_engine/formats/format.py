@@ -151,6 +151,8 @@ class Format:
     """True if a model's configuration and tokenizer files may be written beside the target's files."""
     takes_choices: ClassVar[bool] = False
     """True if the readers of this format follow `ReadOptions.choices`."""
+    layout_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of param groups that follow from the layout of a run; `diff` does not compare them."""
     whole_models: ClassVar[bool] = False
     """True if targets of this format should contain the whole model."""
 

@@ -359,10 +359,11 @@ class FactComparison:
             self._notes.append("a side carries no hyper-parameters (list-form states): not compared")
             return
         lone: dict[str, None] = {}
+        of_layout = format_of(self._a).layout_fields | format_of(self._b).layout_fields
         for (left, right), first, count in self._matching.group_pairs():
             mine, theirs = a.groups[left].hyper_parameters, b.groups[right].hyper_parameters
             for key in dict.fromkeys((*mine, *theirs)):
-                if key == _COUNTER:
+                if key == _COUNTER or key in of_layout:
                     continue
                 if self._a.family != self._b.family and not (key in mine and key in theirs):
                     lone[str(key)] = None

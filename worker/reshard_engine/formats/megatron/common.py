@@ -34,7 +34,8 @@ from reshard_engine.pickles.nodes import (
 GROUPS = "param_groups"
 SCALER = "grad_scaler"
 _STEP = "step"
-_OF_EXPERTS = "is_expert_parallel"
+OF_EXPERTS = "is_expert_parallel"
+"""True for groups of experts in runs with several expert-parallel ranks, and in no other run."""
 _IDENTITY = (
     "wd_mult", "lr_mult", "is_decoupled_lr", "max_lr", "min_lr", "start_wd", "end_wd", "optimizer", "pre_wd_mult",
     "pre_lr_mult",
@@ -184,13 +185,13 @@ def _groups_in(node: Node) -> Iterator[dict[str | int, Node]]:
 
 def _members(groups: Sequence[Mapping[str | int, Node]], trained: Mapping[str, int]) -> tuple[dict[str, int], str]:
     """The group of each parameter, and the reason why the rule does not find them; empty where it does."""
-    of_experts = any(g.get("is_expert_parallel") is True for g in groups)
+    of_experts = any(g.get(OF_EXPERTS) is True for g in groups)
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for number, group in enumerate(groups):
         decay = group.get("wd_mult", group.get("pre_wd_mult"))
         if not isinstance(decay, int | float) or isinstance(decay, bool):
             return {}, f"param group {number} has no wd_mult, which says which parameters are in it"
-        kinds.setdefault((group.get("is_expert_parallel") is True, decay != 0), []).append(number)
+        kinds.setdefault((group.get(OF_EXPERTS) is True, decay != 0), []).append(number)
     if several := [numbers for numbers in kinds.values() if len(numbers) > 1]:
         return {}, (
             f"the param groups {listed([str(n) for n in several[0]])} have the same weight decay, and nothing says "
@@ -241,12 +242,12 @@ def optimizers_for(
     made = [
         {**g.hyper_parameters, **({} if s is None else {_STEP: s.value})} for g, s in zip(groups, steps, strict=True)
     ]
-    apart = [bool(g.get(_OF_EXPERTS)) for g in made]
+    apart = [bool(g.get(OF_EXPERTS)) for g in made]
     held = {p.group for p in checkpoint.trained if EXPERT.fullmatch(p.fqn)}
     if not experts_apart:
         kinds = [made[i] for i, expert in enumerate(apart) if not expert]
         for group in (made[i] for i, expert in enumerate(apart) if expert):
-            plain = {**group, _OF_EXPERTS: False}
+            plain = {**group, OF_EXPERTS: False}
             same = [k for k in kinds if all(k.get(n) == plain.get(n) for n in _IDENTITY)]
             if not same:
                 kinds.append(plain)
@@ -261,7 +262,7 @@ def optimizers_for(
     elif any(apart):
         found = [[g for g, a in zip(made, apart, strict=True) if a is kind] for kind in (False, True)]
     else:
-        found = [made, [{**g, _OF_EXPERTS: True} for i, g in enumerate(made) if i in held]]
+        found = [made, [{**g, OF_EXPERTS: True} for i, g in enumerate(made) if i in held]]
     more: dict[str | int, Node] = {} if scaler is None else {SCALER: scaler}
     return [
         {"optimizer": mapping_of({GROUPS: PList([mapping_of({**g}) for g in one])}), **more} for one in found if one

@@ -40,7 +40,7 @@ from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, W
 from reshard_engine.formats.megatron.across import ORDERS, is_megatron_deepspeed, renamed_from_deepspeed
 from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
 from reshard_engine.formats.megatron.buffers import LayoutError
-from reshard_engine.formats.megatron.common import SCALER, CommonState, ReadGroups, only_one, read_groups
+from reshard_engine.formats.megatron.common import OF_EXPERTS, SCALER, CommonState, ReadGroups, only_one, read_groups
 from reshard_engine.formats.megatron.damage import SHARDING, Shifts, SuspectFacts, possible_shifts, repaired
 from reshard_engine.formats.megatron.huggingface.renaming import renamed
 from reshard_engine.formats.megatron.huggingface.rules import requested_family
@@ -379,6 +379,7 @@ class Megatron(Format):
     of_training = True
     files = KnownFiles(entries=(COMMON,), needed=(DESCRIPTION,))
     targets = ("megatron",)
+    layout_fields = frozenset({OF_EXPERTS})
 
     def writer(self, target: str) -> Writer:
         """The writer of distributed checkpoints, and of files for one layout."""
