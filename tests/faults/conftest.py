@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from faults import memory_trials
-from faults.small import write_source
+from faults.small import write_sources
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.testing.stores import MemoryStore
 from servers.fixtures import bucket, make_stack, postgres, redis, s3, server_directory, sqlite_url
@@ -21,17 +21,15 @@ __all__ = ["bucket", "make_stack", "postgres", "redis", "s3", "server_directory"
 
 @pytest.fixture(scope="session")
 def small_root() -> Generator[Path]:
-    """A directory with two checkpoints, `run` and `other`; in memory where that is possible: thousands of syncs."""
+    """A directory with two checkpoints of each kind; in memory where that is possible: thousands of syncs."""
     shared = Path("/dev/shm")
     root = Path(tempfile.mkdtemp(prefix="faults", dir=shared if os.access(shared, os.W_OK) else None))
-    write_source(root / "run")
-    write_source(root / "other", seed=1)
-    yield root
+    yield write_sources(root)
     shutil.rmtree(root, ignore_errors=True)
 
 
 @pytest.fixture
 def memory(small_root: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    """A store with both checkpoints. Sleepers of these tests sleep for milliseconds: every look counts."""
+    """A store with these checkpoints. Sleepers of these tests sleep for milliseconds: every look counts."""
     monkeypatch.setattr(ObjectSink, "deleted_at_once", 1)
-    return memory_trials.loaded_store(small_root / "run", small_root / "other")
+    return memory_trials.loaded_store(small_root)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from faults.judge import Outcome, Tree, difference, partial_result, strays
 from faults.os_faults import disturbed_calls
-from faults.small import NAME, small_request
+from faults.small import name_of, small_request, sources_of
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
@@ -55,9 +55,10 @@ class Case:
 
 
 def fresh_case(root: Path, to: str) -> Case:
-    """Into an empty place. The sources are `root/run` and `root/other`."""
-    request = small_request(str(root / "run"), str(root / "jobs"), to)
-    other = _outcome(root / "jobs", small_request(str(root / "other"), str(root / "jobs"), to))
+    """Into an empty place. The sources are `root/run` and `root/other`, or others for targets of others."""
+    source, another = sources_of(to)
+    request = small_request(str(root / source), str(root / "jobs"), to)
+    other = _outcome(root / "jobs", small_request(str(root / another), str(root / "jobs"), to))
     return Case(root, request, _outcome(root / "jobs", request), other=other)
 
 
@@ -68,12 +69,13 @@ def case_of(root: Path, request: ConvertRequest) -> Case:
 
 def overwrite_case(root: Path, to: str) -> Case:
     """Over a finished conversion of another checkpoint."""
-    first = small_request(str(root / "other"), str(root / "jobs"), to)
+    source, other = sources_of(to)
+    first = small_request(str(root / other), str(root / "jobs"), to)
     old = _outcome(root / "jobs", first)
     before = root / "before"
     shutil.rmtree(before, ignore_errors=True)
     shutil.copytree(root / "jobs", before)
-    request = small_request(str(root / "run"), str(root / "jobs"), to, overwrite=True)
+    request = small_request(str(root / source), str(root / "jobs"), to, overwrite=True)
     return Case(root, request, _outcome(root / "jobs", request, keep=True), old, before, old)
 
 
@@ -82,8 +84,9 @@ def _outcome(parent: Path, request: ConvertRequest, *, keep: bool = False) -> Ou
         shutil.rmtree(parent, ignore_errors=True)
     conversion = Conversion.prepare(request)
     conversion.run(on_progress=None, should_stop=None)
-    commit = frozenset(f"{NAME}/{f.path}" for f in conversion.plan.files if f.commit)
-    return Outcome(NAME, tree(parent), commit, conversion.plan.pointer)
+    name = name_of(request)
+    commit = frozenset(f"{name}/{f.path}" for f in conversion.plan.files if f.commit)
+    return Outcome(name, tree(parent), commit, conversion.plan.pointer)
 
 
 def tree(parent: Path) -> Tree:
@@ -212,7 +215,8 @@ def finish(case: Case) -> tuple[Outcome | None, list[str | None]]:
 
 def replace(case: Case) -> tuple[Outcome | None, list[str | None]]:
     """Someone converts another checkpoint into the same target, `--overwrite`."""
-    other = case.request.model_copy(update={"source": SourceSpec(url=str(case.root / "other")), "overwrite": True})
+    url = f"{case.request.source.url.removesuffix('run')}other"
+    other = case.request.model_copy(update={"source": SourceSpec(url=url), "overwrite": True})
     end = attempt(other)
     assert case.other is not None
     return case.other, [None if end in {"done", "recognised"} else f"the other run ended with {end}"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace as replace_field
 from pathlib import Path
 
 from faults.judge import Outcome, Tree, difference, partial_result, strays
-from faults.small import NAME, RANKS, small_request
+from faults.small import RANKS, name_of, small_request, sources_of
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
@@ -19,7 +19,8 @@ from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import ObjectStore
 from reshard_engine.testing.stores import Fault, FaultyStore, Killed, MemoryStore, Operation, Steps
 
-SOURCE, OTHER_SOURCE, PARENT = "mem://data/run", "mem://data/other", "mem://out/jobs"
+SOURCES, PARENT = "mem://data", "mem://out/jobs"
+SOURCE = f"{SOURCES}/run"
 ENGINE = load_engine()
 
 
@@ -43,23 +44,28 @@ class Case:
         return steps.done
 
 
-def loaded_store(source: Path, other: Path) -> MemoryStore:
-    """A store with two checkpoints and nothing else."""
+def loaded_store(root: Path) -> MemoryStore:
+    """A store with the checkpoints below a directory and nothing else."""
     store = MemoryStore()
-    store.load(source, "data/run")
-    store.load(other, "data/other")
+    for source in sorted(p for p in root.iterdir() if p.name.endswith(("run", "other"))):
+        store.load(source, f"data/{source.name}")
     return store
+
+
+def _sources(to: str) -> tuple[str, str]:
+    first, other = (f"{SOURCES}/{name}" for name in sources_of(to))
+    return first, other
 
 
 def fresh_case(store: MemoryStore, to: str) -> Case:
     """Into an empty place."""
-    request = small_request(SOURCE, PARENT, to)
+    request = small_request(_sources(to)[0], PARENT, to)
     return Case(store, store, request, outcome(store, request))
 
 
 def crowded_case(store: MemoryStore, to: str) -> Case:
     """Into an empty place, with calls on their way together: numbers of operations only say how many there were."""
-    request = small_request(SOURCE, PARENT, to, threads=4)
+    request = small_request(_sources(to)[0], PARENT, to, threads=4)
     return Case(store, store, request, outcome(store, request))
 
 
@@ -72,12 +78,19 @@ def from_ranks_case(store: MemoryStore, to: str) -> Case:
     return Case(held, held, request, outcome(held, request))
 
 
+def from_megatron_case(store: MemoryStore, to: str) -> Case:
+    """From directories of Megatron-core's ranks into an empty place."""
+    request = small_request(_sources("megatron")[0], PARENT, to)
+    return Case(store, store, request, outcome(store, request))
+
+
 def overwrite_case(store: MemoryStore, to: str) -> Case:
     """Over a finished conversion of another checkpoint."""
-    before = small_request(OTHER_SOURCE, PARENT, to)
+    source, other = _sources(to)
+    before = small_request(other, PARENT, to)
     held = clone(store)
     assert attempt(held, before) == "done"
-    request = small_request(SOURCE, PARENT, to, overwrite=True)
+    request = small_request(source, PARENT, to, overwrite=True)
     case = Case(store, held, request, outcome(store, request), outcome(store, before))
     claims = [o.number for o in case.operations() if o.name == "put" and o.path.endswith("-claim")]
     settled = next(o.number for o in case.operations() if o.name == "put" and o.path.endswith("/plan.json"))
@@ -107,8 +120,9 @@ def outcome(store: MemoryStore, request: ConvertRequest) -> Outcome:
         conversion = Conversion.prepare(request)
         conversion.run(on_progress=None, should_stop=None)
     assert here.list_uploads("") == []
-    commit = frozenset(f"{NAME}/{f.path}" for f in conversion.plan.files if f.commit)
-    return Outcome(NAME, tree(here), commit, conversion.plan.pointer)
+    name = name_of(request)
+    commit = frozenset(f"{name}/{f.path}" for f in conversion.plan.files if f.commit)
+    return Outcome(name, tree(here), commit, conversion.plan.pointer)
 
 
 def attempt(store: ObjectStore, request: ConvertRequest) -> str:
@@ -183,7 +197,8 @@ def cancel(store: MemoryStore, case: Case) -> tuple[Outcome | None, list[str | N
 
 def replace(store: MemoryStore, case: Case) -> tuple[Outcome | None, list[str | None]]:
     """Someone converts another checkpoint into the same target, `--overwrite`."""
-    other = case.request.model_copy(update={"source": SourceSpec(url=OTHER_SOURCE), "overwrite": True})
+    url = f"{case.request.source.url.removesuffix('run')}other"
+    other = case.request.model_copy(update={"source": SourceSpec(url=url), "overwrite": True})
     end = attempt(store, other)
     return outcome(case.empty, other), [None if end in {"done", "recognised"} else f"the other run ended with {end}"]
 

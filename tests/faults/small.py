@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from checkpoints import write_zero_checkpoint
 
+from house.megatron_runs import MegatronRun
 from house.requests import asked
 from reshard.choices import TargetFormat
 from reshard.models.jobs import ConvertRequest
@@ -18,6 +20,12 @@ STATE_DICT, ACCELERATE = "dcp: state-dict", "dcp: accelerate"
 """Distributed checkpoints of one directory, and of two with a commit file each."""
 RANKS = "fsdp_ranks: verl"
 """Two files for each of two ranks, and a description that verl's merger reads."""
+EVERY_LAYOUT, ONE_LAYOUT, BUCKETS = "megatron: torch_dist", "megatron: ranks", "megatron: buckets"
+"""Megatron-core's distributed checkpoint, directories of two ranks, and optimizers in buckets of two."""
+STEP = "iter_0000007"
+"""The name that Megatron-core's tracker names."""
+MEGATRON_RUN = MegatronRun(tensor=2, layers=1, hidden=6, said={"accumulate_allreduce_grads_in_fp32": True})
+_TWO_RANKS = {"deepspeed": {"tp": 2, "dp": 2, "vocab_divisor": 6}}
 OPTIONS: dict[str, dict[str, Any]] = {
     TargetFormat.UNIVERSAL: {"part_bytes": 4096},
     TargetFormat.SAFETENSORS: {"part_bytes": 1024, "max_shard_bytes": 4000},
@@ -28,7 +36,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "options": {"deepspeed": {"dp": 2}, "fsdp_ranks": {"rank_framework": "verl", "device_type": "cpu"}},
     },
     ACCELERATE: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"framework": "accelerate", "files": 2}}},
+    EVERY_LAYOUT: {"to": "megatron", "part_bytes": 8192},
+    ONE_LAYOUT: {
+        "to": "megatron", "part_bytes": 8192, "options": {**_TWO_RANKS, "megatron": {"ckpt_format": "torch"}},
+    },
+    BUCKETS: {
+        "to": "megatron", "part_bytes": 8192,
+        "options": {**_TWO_RANKS, "megatron": {"optimizer_sharding": "dp_reshardable"}},
+    },
 }  # fmt: skip
+
+
+def write_sources(root: Path) -> Path:
+    """Every checkpoint that `sources_of` names, below a directory."""
+    write_source(root / "run")
+    write_source(root / "other", seed=1)
+    write_megatron_source(root / "megatron_run")
+    write_megatron_source(root / "megatron_other", seed=1)
+    return root
 
 
 def write_source(directory: Path, *, seed: int = 0) -> Path:
@@ -37,7 +62,24 @@ def write_source(directory: Path, *, seed: int = 0) -> Path:
     return directory
 
 
+def write_megatron_source(directory: Path, *, seed: int = 0) -> Path:
+    """A run of Megatron-core on two tensor-parallel ranks, as directories of ranks."""
+    replace(MEGATRON_RUN, seed=seed).save_legacy(directory)
+    return directory
+
+
+def sources_of(to: str) -> tuple[str, str]:
+    """The names of two checkpoints that such a target is made of."""
+    return ("megatron_run", "megatron_other") if to.startswith("megatron") else ("run", "other")
+
+
+def name_of(request: ConvertRequest) -> str:
+    """The target's name in its parent."""
+    return request.target.rpartition("/")[2]
+
+
 def small_request(source: str, parent: str, to: str, **options: Any) -> ConvertRequest:
     """One unit at a time, so that operations have the same numbers each time."""
     wanted = {"to": to, **OPTIONS[to], "threads": 1, **options}
-    return asked(source=SourceSpec(url=source), target=f"{parent}/{NAME}", **wanted)
+    name = STEP if to.startswith("megatron") else NAME
+    return asked(source=SourceSpec(url=source), target=f"{parent}/{name}", **wanted)

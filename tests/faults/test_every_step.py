@@ -21,7 +21,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from faults import local_trials, memory_trials
 from faults.judge import Ledger
-from faults.small import ACCELERATE, OPTIONS, RANKS, STATE_DICT, small_request
+from faults.small import (
+    ACCELERATE,
+    EVERY_LAYOUT,
+    ONE_LAYOUT,
+    OPTIONS,
+    RANKS,
+    STATE_DICT,
+    small_request,
+)
 from house.tiers import sampling_turn
 from laws.dcp_files import read_metadata
 from reshard.choices import TargetFormat
@@ -115,6 +123,10 @@ def _at(operation: Operation, trial: tuple[str, list[str]]) -> tuple[str, str, l
         (memory_trials.fresh_case, RANKS),
         (memory_trials.from_ranks_case, TargetFormat.SAFETENSORS),
         pytest.param(memory_trials.from_ranks_case, RANKS, marks=pytest.mark.full),
+        (memory_trials.overwrite_case, EVERY_LAYOUT),
+        (memory_trials.fresh_case, ONE_LAYOUT),
+        (memory_trials.from_megatron_case, TargetFormat.SAFETENSORS),
+        pytest.param(memory_trials.from_megatron_case, STATE_DICT, marks=pytest.mark.full),
         *(
             pytest.param(make, to, marks=pytest.mark.full, id=f"every-mode-{make.__name__}-{to}")
             for make in (memory_trials.fresh_case, memory_trials.overwrite_case)
@@ -147,6 +159,7 @@ def test_a_target_without_a_pointer_is_finished_with_its_manifest(memory: Memory
     [
         (local_trials.overwrite_case, TargetFormat.SAFETENSORS, ()),
         (local_trials.fresh_case, STATE_DICT, (Fault.ERROR_BEFORE,)),
+        (local_trials.fresh_case, EVERY_LAYOUT, (Fault.ERROR_BEFORE,)),
         *(
             pytest.param(make, to, (*END_MODES, Fault.SHORT, Fault.HANG), marks=pytest.mark.full)
             for make in (local_trials.fresh_case, local_trials.overwrite_case)

@@ -8,6 +8,7 @@ transformer have only a dozen distinct templates.
 from __future__ import annotations
 
 import hashlib
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -196,6 +197,11 @@ class KnownFiles:
     """Suffixes of entries that only a checkpoint directory has."""
     needed: tuple[str, ...] = ()
     """Suffixes of files without which no loader accepts the checkpoint. They are removed first."""
+    numbered: tuple[tuple[str, str], ...] = ()
+    """Names of pointers that hold the number of a step, each with the form of the directories' names (`step_{:05d}`).
+
+    No source is found by them here: files of this name may be of several formats, which find their own.
+    """
 
     @classmethod
     def of_all(cls, known: Iterable[KnownFiles]) -> KnownFiles:
@@ -206,7 +212,19 @@ class KnownFiles:
             tuple(n for k in parts for n in k.entries),
             tuple(n for k in parts for n in k.suffixes),
             tuple(n for k in parts for n in k.needed),
+            tuple(n for k in parts for n in k.numbered),
         )
+
+    @property
+    def all_pointers(self) -> tuple[str, ...]:
+        """Names of pointers of both kinds."""
+        return (*self.pointers, *(name for name, _ in self.numbered))
+
+    def tag_in(self, pointer: str, content: bytes) -> str:
+        """The tag that a pointer of this name and content names."""
+        text = content.decode("utf-8", "replace").strip()
+        form = dict(self.numbered).get(pointer)
+        return form.format(int(text)) if form is not None and re.fullmatch(r"[0-9]{1,18}", text) else text
 
     def holds_checkpoint(self, names: Iterable[str]) -> bool:
         """True if a directory with these entries is a checkpoint, so that `--overwrite` may remove it."""

@@ -198,10 +198,10 @@ class Leftovers:
         """The paths of the pointers that name the target; `tag` is that of the source."""
         found: list[str] = []
         directory, own = save_directory(self._target, tag)
-        for path in (join(directory, name) for name in self._known.pointers):
-            info = self._store.stat(path)
+        for name in self._known.all_pointers:
+            info = self._store.stat(path := join(directory, name))
             content = b"" if info is None or info.size_bytes >= 1024 else read_bytes(self._store, info)
-            if content.decode("utf-8", "replace").strip() == own:
+            if self._known.tag_in(name, content) == own:
                 found.append(path)
         return found
 

@@ -493,9 +493,9 @@ class LocalSink:
     def _withdraw(self) -> None:
         store = LocalStore()
         save, tag = save_directory(self._target, self._plan.source.get("tag"))
-        for path in (os.path.join(save, name) for name in self._known.pointers):
-            info = store.stat(path)
-            if info is not None and read_bytes(store, info).strip() == tag.encode():
+        for name in self._known.all_pointers:
+            info = store.stat(path := os.path.join(save, name))
+            if info is not None and self._known.tag_in(name, read_bytes(store, info)) == tag:
                 os.unlink(path)
         shutil.rmtree(self._aside, ignore_errors=True)
         if os.path.isdir(self._target) and not os.path.islink(self._target):

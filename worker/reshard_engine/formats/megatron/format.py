@@ -44,7 +44,7 @@ from reshard_engine.formats.megatron.common import OF_EXPERTS, SCALER, CommonSta
 from reshard_engine.formats.megatron.damage import SHARDING, Shifts, SuspectFacts, possible_shifts, repaired
 from reshard_engine.formats.megatron.huggingface.renaming import renamed
 from reshard_engine.formats.megatron.huggingface.rules import requested_family
-from reshard_engine.formats.megatron.legacy import LegacyReader, holds_ranks
+from reshard_engine.formats.megatron.legacy import MODEL_FILE, LegacyReader, holds_ranks
 from reshard_engine.formats.megatron.model import (
     COMMON,
     COMMON_ENTRY,
@@ -377,7 +377,7 @@ class Megatron(Format):
     name = "megatron"
     readers: ClassVar[tuple[Reader, ...]] = (TorchDistReader(), LegacyReader())
     of_training = True
-    files = KnownFiles(entries=(COMMON,), needed=(DESCRIPTION,))
+    files = KnownFiles(entries=(COMMON,), needed=(DESCRIPTION, MODEL_FILE), numbered=((TRACKER, STEP_DIRECTORY),))
     targets = ("megatron",)
     layout_fields = frozenset({OF_EXPERTS})
 
