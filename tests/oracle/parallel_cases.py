@@ -396,3 +396,54 @@ class MegatronCase(ParallelCase):
 def megatron_config(case: MegatronCase, dp: int) -> dict[str, Any]:
     """DeepSpeed's configuration of ``case`` on ``dp`` data-parallel ranks."""
     return training_config(case.stage, "fp32", MEGATRON_ROWS, dp, rates=None, weight_decay=0.0, gradient_clipping=0.0)
+
+
+@dataclass(frozen=True)
+class AcrossCase(ParallelCase):
+    """One kind of run of the models that real Megatron-core trains in `megatron_train`, as Megatron-DeepSpeed has them.
+
+    Attributes:
+        model: ``gpt`` (tied, learned positions, biases) or ``llama`` (grouped queries, SwiGLU, rotary, untied).
+        stage: ZeRO stage, or ``"bf16opt"`` for BF16_Optimizer.
+        dtype: model dtype.
+        pipeline: a pipeline module with numbered layers; else the names of a language model.
+        split: ``query_key_value`` is ``[Q | K | V]`` in each slice, as since December 2024; else it is by group.
+        vocab: tokens.
+        steps: steps trained before the save.
+    """
+
+    kind = "across"
+    model: Literal["gpt", "llama"]
+    stage: Literal[1, 2, 3, "bf16opt"] = 1
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    pipeline: bool = True
+    split: bool = False
+    vocab: int = 96
+    steps: int = 3
+
+
+ACROSS_SAMPLES = 4
+
+
+def across_config(case: AcrossCase, dp: int) -> dict[str, Any]:
+    """DeepSpeed's configuration of ``case`` on ``dp`` data-parallel ranks: one sample a micro-batch."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": ACROSS_SAMPLES // dp,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1 if case.stage == "bf16opt" else case.stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    if case.stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    if case.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if case.dtype == "fp16":
+        config["fp16"] = {
+            "enabled": True, "loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 50, "hysteresis": 2,
+            "min_loss_scale": 1,
+        }  # fmt: skip
+    if case.stage == "bf16opt":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config

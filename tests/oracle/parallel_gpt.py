@@ -171,7 +171,7 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 def build_gpt(case: GptCase, layout: Layout, seed: int) -> PipelineModule:
     """This rank's stage of the model; a collective call."""
     topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp)
-    ranks = _tensor_ranks(topology, layout.tp)
+    ranks = tensor_ranks(topology, layout.tp)
 
     def at(prefix: str) -> Place:
         return Place(ranks, seed, prefix)
@@ -188,7 +188,7 @@ def build_gpt(case: GptCase, layout: Layout, seed: int) -> PipelineModule:
     return PipelineModule(specs, topology=topology, loss_fn=_loss, partition_method=case.partition_method)
 
 
-def _tensor_ranks(topology: Any, size: int) -> Ranks:
+def tensor_ranks(topology: Any, size: int) -> Ranks:
     """The tensor-parallel group of this rank, made before the layers that need it (the grid makes its own)."""
     rank = dist.get_rank()
     if size == 1:

@@ -135,15 +135,16 @@ class ColumnParallel(nn.Module):
 class RowParallel(nn.Module):
     """``x @ W.T + b`` with the columns of ``W`` cut like the input; the bias is whole and added once, after the sum."""
 
-    def __init__(self, place: Place, inputs: int, outputs: int) -> None:
+    def __init__(self, place: Place, inputs: int, outputs: int, *, bias: bool = True) -> None:
         super().__init__()
         self.ranks = place.ranks
         self.weight = place.parameter("weight", (outputs, inputs), COLUMNS, std=0.2)
-        self.bias = place.parameter("bias", (outputs,), WHOLE, std=0.1)
+        self.bias = place.parameter("bias", (outputs,), WHOLE, std=0.1) if bias else None
 
     def forward(self, value: Tensor) -> Tensor:
         """The whole outputs, equal on all ranks."""
-        return leave(F.linear(value, self.weight), self.ranks) + self.bias
+        out = leave(F.linear(value, self.weight), self.ranks)
+        return out if self.bias is None else out + self.bias
 
 
 class VocabParallel(nn.Module):

@@ -130,7 +130,9 @@ def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     Raises:
         RequestError: `request.unsatisfiable`.
     """
-    for known in formats():
+    own = format_of(checkpoint)
+    # The format that it was read from comes first: it alone knows what its own names become.
+    for known in sorted(formats(), key=lambda known: known is not own):
         checkpoint = known.relabelled(checkpoint, request)
     return checkpoint
 

@@ -14,7 +14,14 @@ from reshard.choices import NameScheme, TargetFormat
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
-from reshard_engine.formats.deepspeed.facts import ARGS, NO_PIPELINE_ARG, facts_of, with_args
+from reshard_engine.formats.deepspeed.facts import (
+    ARGS,
+    NO_PIPELINE_ARG,
+    VOCAB_DIVISOR_ARG,
+    DeepSpeedFacts,
+    facts_of,
+    with_args,
+)
 from reshard_engine.formats.deepspeed.files import FROZEN_FRAGMENTS, FROZEN_SHAPES, INFO, PARAM_SHAPES, TIED
 from reshard_engine.formats.deepspeed.parallel.rules import (
     AVERAGED,
@@ -32,7 +39,7 @@ from reshard_engine.formats.deepspeed.parallel.rules import (
     VERSION,
     VOCABULARY,
 )
-from reshard_engine.pickles.nodes import Node, PList, PTensorRef, node_of
+from reshard_engine.pickles.nodes import Node, PList, PTensorRef, namespace_items, node_of
 from reshard_engine.pickles.trees import KeyPath, nested_dict
 from reshard_engine.tensors.cuts import Cut
 
@@ -219,13 +226,13 @@ def _renamed(checkpoint: Checkpoint, scheme: NameScheme) -> Checkpoint:
     names = rename_all([p.fqn for p in checkpoint.parameters] + loose, scheme)
     # A source that already has these names also has layers of its own, which stay.
     unchanged = all(new.name == old for old, new in names.items())
-    if unchanged:
+    if unchanged and facts_of(checkpoint).order:
         return checkpoint
     parameters = tuple(_parameter(p, names[p.fqn]) for p in checkpoint.parameters)
     extra_states = {names[n].name: node for n, node in checkpoint.extra_states.items()}
     # In the model's order; param groups have another order.
     order = dict.fromkeys((*(names[n].name for n in checkpoint.module_names if n in names), *_names(names)))
-    facts, paths = facts_of(checkpoint), {name: _path(name, scheme) for name in order}
+    facts, paths = _with_vocabulary(checkpoint), {name: _path(name, scheme) for name in order}
     entries = {k: v for k, v in facts.entries.items() if k not in _OF_ONE_SCHEME}
     buffers = tuple(replace(b, fqn=names[b.fqn].name) for b in checkpoint.buffers)
     entries["module"] = _module((*parameters, *buffers), extra_states, paths)
@@ -242,6 +249,20 @@ def _renamed(checkpoint: Checkpoint, scheme: NameScheme) -> Checkpoint:
         extra_states=extra_states,
         client_state=_client_state(checkpoint, scheme),
         facts=replace(facts, stage_layers=(), entries=entries, module_paths=tuple(paths.values())),
+    )
+
+
+def _with_vocabulary(checkpoint: Checkpoint) -> DeepSpeedFacts:
+    """The facts, with those of a vocabulary that a source of another format says: its rows, and their divisor."""
+    facts = facts_of(checkpoint)
+    vocabularies = [p for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
+    if facts.order or not vocabularies:
+        return facts
+    divisor = namespace_items(checkpoint.client_state.get(ARGS)).get(VOCAB_DIVISOR_ARG)
+    return replace(
+        facts,
+        vocab_divisor=divisor if type(divisor) is int and divisor > 0 else None,
+        vocab_rows=max(p.shape[0] for p in vocabularies) + checkpoint.padding_rows,
     )
 
 

@@ -1,4 +1,4 @@
-"""A run of Megatron-DeepSpeed that goes on in Megatron-core: names, arguments, param groups and schedule.
+"""Runs of Megatron-DeepSpeed that go on in Megatron-core, and back: names, arguments, param groups and schedule.
 
 Both compute the same GPT and Llama models from the same matrices. Only the order of the rows of `query_key_value`
 depends on the version of Megatron-DeepSpeed, which no file says:
@@ -6,13 +6,15 @@ depends on the version of Megatron-DeepSpeed, which no file says:
 - until December 2024, for each group its queries, its key and its value, as Megatron-core has them;
 - since then, `[Q | K | V]` in each tensor-parallel slice, which a file may declare as sections.
 
-Sections prove the second. Otherwise the user says it, by `--hf-rules`. Gate and up lie as `[gate; up]` in both.
+Sections prove the second. Otherwise the user says it, by `--hf-rules`; on the way back always, as no file says which
+version loads the target. Gate and up lie as `[gate; up]` in both.
 
 Source: Megatron-DeepSpeed `megatron/model/transformer.py` (`ParallelAttention.split_tensor`, which older versions
 call, and the slices of `forward`, which newer ones take instead; `ParallelMLP`: `swiglu`),
 `megatron/model/gpt_model.py` (`GPTModelPipe`: the numbers of layers), `megatron/optimizer/__init__.py`
 (`_get_params_for_weight_decay_optimization`),
-`megatron/optimizer_param_scheduler.py` (`state_dict`); megatron-core 0.16.1 `transformer/attention.py`
+`megatron/optimizer_param_scheduler.py` (`state_dict`, `load_state_dict`, `get_lr`), `megatron/checkpointing.py`
+(`save_checkpoint`, `load_checkpoint`, `check_checkpoint_args`); megatron-core 0.16.1 `transformer/attention.py`
 (`get_query_key_value_tensors`), `transformer/mlp.py`, `optimizer/__init__.py` (`_get_param_groups`),
 `optimizer_param_scheduler.py` (`load_state_dict`).
 """
@@ -22,6 +24,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from struct import pack, unpack
+from typing import Any
 
 from reshard.choices import NameScheme, TargetFormat
 from reshard.errors import RequestError, listed, printable
@@ -30,7 +34,7 @@ from reshard.options import MegatronOptions
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, ParamGroup, Scalar
 from reshard_engine.formats.carried import named, of_the_format
 from reshard_engine.formats.megatron.common import CommonState
-from reshard_engine.formats.megatron.huggingface.renaming import Renaming
+from reshard_engine.formats.megatron.huggingface.renaming import Renaming, attention_of
 from reshard_engine.formats.megatron.huggingface.rules import (
     Attention,
     Family,
@@ -38,14 +42,18 @@ from reshard_engine.formats.megatron.huggingface.rules import (
     Rows,
     Rule,
     UnmappedError,
+    contradicted,
     of_hugging_face,
+    of_megatron,
     spans,
 )
 from reshard_engine.formats.megatron.model import MegatronFacts
 from reshard_engine.formats.megatron.writer import said_args
 from reshard_engine.pickles.nodes import (
+    Global,
     Node,
     PList,
+    PObject,
     PTuple,
     is_mapping,
     mapping_items,
@@ -54,6 +62,7 @@ from reshard_engine.pickles.nodes import (
     sequence_items,
 )
 from reshard_engine.tensors.cuts import Cut
+from reshard_engine.tensors.dtypes import FLOAT32
 
 GROUPED, SPLIT = "megatron-deepspeed-grouped", "megatron-deepspeed-split"
 ORDERS = (GROUPED, SPLIT)
@@ -86,6 +95,10 @@ _SCHEDULE = (
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 _WEIGHTS = "--to safetensors takes the weights, which --to megatron takes then"
 _OTHER = "Megatron-core has no place for it"
+
+
+_VERSIONS = "Megatron-DeepSpeed since December 2024 has all queries, all keys and all values, and before them by group"
+_SAY_ORDER = f"--hf-rules {SPLIT} for a newer version, --hf-rules {GROUPED} before"
 
 
 def is_megatron_deepspeed(checkpoint: Checkpoint, request: ConvertRequest) -> bool:
@@ -142,13 +155,8 @@ def _order(checkpoint: Checkpoint, said: str | None) -> str:
     sections = {p.fqn for p in fused if p.cut is not None and p.cut.sections}
     name = printable(fused[0].fqn)
     if not sections and said is None:
-        text = (
-            f"nothing says the order of the rows of {name}: Megatron-DeepSpeed since December 2024 has all queries, "
-            "all keys and all values, and before them by group"
-        )
-        raise RequestError(
-            "request.unsatisfiable", text, fix=f"--hf-rules {SPLIT} for a newer version, --hf-rules {GROUPED} before"
-        )
+        text = f"nothing says the order of the rows of {name}: {_VERSIONS}"
+        raise RequestError("request.unsatisfiable", text, fix=_SAY_ORDER)
     if sections and (said == GROUPED or len(sections) < len(fused)):
         text = f"{printable(min(sections))} consists of sections, which are queries, keys and values"
         raise RequestError("request.unsatisfiable", text, fix=f"--hf-rules {SPLIT}, and one rule for all layers")
@@ -207,7 +215,7 @@ def _family(order: str) -> Family:
     ):
         rules.append(Rule((f"{there}.weight",), (f"{here}.weight",), order_of_rows))
         rules.append(Rule((f"{there}.bias",), (f"{here}.bias",), order_of_rows, optional=True))
-    return Family(order, tuple(rules))
+    return Family(order, tuple(rules), arguments=_ONLY_IN_CORE)
 
 
 def _attention(one: Matched, shapes: Mapping[str, tuple[int, ...]], args: Mapping[str | int, Node]) -> Attention:
@@ -402,8 +410,13 @@ def _group_of(
     }  # fmt: skip
 
 
-def _steps_of(parameter: Parameter, fields: Mapping[str | int, Node]) -> int | None:
+def _steps_of(parameter: Parameter, fields: Mapping[str | int, Node], whose: str = "Megatron-core") -> int | None:
     """The steps of a parameter; None for one that no gradient ever reached.
+
+    Args:
+        parameter: The parameter.
+        fields: Its group in the source.
+        whose: The program that is to go on, for messages.
 
     Raises:
         RequestError: `request.unsatisfiable` for states that are not Adam's.
@@ -412,11 +425,12 @@ def _steps_of(parameter: Parameter, fields: Mapping[str | int, Node]) -> int | N
         return None
     name, step = printable(parameter.fqn), parameter.scalars.get("step")
     if {*parameter.states} - {"fp32"} != _MOMENTS:
-        raise _unfit(f"{name} has the states {listed(sorted(parameter.states))}, and Adam has exp_avg and exp_avg_sq")
+        text = f"{name} has the states {listed(sorted(parameter.states))}, and Adam has exp_avg and exp_avg_sq"
+        raise _unfit(text, whose)
     value = fields.get("step") if step is None else step.value
     count = _number(value)
     if not _is_number(value) or count < 0 or not count.is_integer():
-        raise _unfit(f"nothing says the steps of {name}")
+        raise _unfit(f"nothing says the steps of {name}", whose)
     return int(count)
 
 
@@ -429,5 +443,339 @@ def _is_number(node: Node) -> bool:
     return isinstance(node, int | float) and not isinstance(node, bool)
 
 
-def _unfit(text: str) -> RequestError:
-    return RequestError("request.unsatisfiable", f"Megatron-core has no such optimizer: {text}", fix=_WEIGHTS)
+def _unfit(text: str, whose: str = "Megatron-core") -> RequestError:
+    fix = _WEIGHTS if whose == "Megatron-core" else "--to safetensors takes the weights"
+    return RequestError("request.unsatisfiable", f"{whose} has no such optimizer: {text}", fix=fix)
+
+
+# The way back: a run of Megatron-core that goes on in Megatron-DeepSpeed.
+
+BACK = (NameScheme.MEGATRON_PIPELINE, NameScheme.MEGATRON_PLAIN)
+"""The values of `--names` for the names of Megatron-DeepSpeed."""
+_DEEPSPEED = "Megatron-DeepSpeed"
+_LOST = f"{_DEEPSPEED} has no place for it"
+_PARTS = (
+    "embedding.word_embeddings", "embedding.position_embeddings", "encoder.layers", "encoder.final_layernorm",
+    "output_layer",
+)  # fmt: skip
+"""The order in which a model of Megatron-DeepSpeed registers its parts; its optimizer has the same order."""
+_IN_BLOCK = (
+    "input_layernorm", "self_attention.query_key_value", "self_attention.dense", "post_attention_layernorm",
+    "mlp.dense_h_to_4h", "mlp.dense_4h_to_h",
+)  # fmt: skip
+_GROUPS = ("wd_no_scale_lr", "wd_scale_lr", "no_wd_no_scale_lr", "no_wd_scale_lr")
+"""Names of its param groups, in their order."""
+_OF_ADAM = (
+    "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
+    "decoupled_weight_decay",
+)  # fmt: skip
+"""Fields of a param group that Adam reads, of whatever implementation."""
+_NOT: tuple[Any, ...] = (False, None)
+_ONLY_IN_CORE: Mapping[str, tuple[Any, ...]] = {
+    "window_size": (None,), "qk_l2_norm": _NOT, "rotary_seq_len_interpolation_factor": (None,),
+    "use_rope_scaling": _NOT, "rotary_interleaved": _NOT, "no_rope_freq": (None,), "attention_output_gate": _NOT,
+    "softmax_type": ("vanilla", None), "qk_clip": _NOT, "mtp_num_layers": (None,), "quick_geglu": _NOT,
+    "glu_linear_offset": (0.0, None), "activation_func_clamp_value": (None,),
+}  # fmt: skip
+"""Arguments that would change the numbers, that no name shows, and that Megatron-DeepSpeed does not have."""
+_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+_COUNTED = ("consumed_train_samples", "consumed_valid_samples")
+_VERSION = 3.0
+"""The version of checkpoints since which query, key and value lie as they do; both programs write it."""
+
+
+def goes_on_in_deepspeed(checkpoint: Checkpoint, request: ConvertRequest) -> bool:
+    """True if `renamed_to_deepspeed` is to rename it: a checkpoint of Megatron-core, for Megatron-DeepSpeed's names."""
+    return isinstance(checkpoint.facts, MegatronFacts) and request.options.deepspeed.names in BACK
+
+
+def renamed_to_deepspeed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+    """The checkpoint under the names of a Megatron-DeepSpeed model without pipeline, with the facts of such a run.
+
+    DeepSpeed's own renaming gives it those of a pipeline. Each parameter gets the cut by which such a model divides it,
+    and all are in the order of that model.
+
+    Raises:
+        RequestError: `request.invalid` for a target that has other names, `request.unsatisfiable` for a name that
+            Megatron-DeepSpeed does not have, an order of rows that the user does not say, or an optimizer that it would
+            group in another way.
+    """
+    facts = checkpoint.facts
+    assert isinstance(facts, MegatronFacts)
+    options, names = request.options.of(MegatronOptions), request.options.deepspeed.names
+    if request.to is TargetFormat.MEGATRON:
+        text = f"--to {request.to} holds the names of Megatron-core, not those of {_DEEPSPEED}"
+        raise RequestError("request.invalid", text, fix="leave --names out")
+    if options.hf_rules not in ORDERS:
+        text = f"no file says in which order the run that loads it has queries, keys and values: {_VERSIONS}"
+        raise RequestError("request.unsatisfiable", text, fix=_SAY_ORDER)
+    family, args = _family(options.hf_rules), {**facts.common.args, **said_args(options.megatron_args)}
+    if wrong := contradicted(family, {str(k): v for k, v in args.items()}):
+        text = f"{_DEEPSPEED} does not compute what this run does: it has {listed(wrong)}"
+        raise RequestError("request.unsatisfiable", text, fix="--to dcp keeps it for Megatron-core")
+    try:
+        matched, _ = of_megatron(family, [*checkpoint.shapes()])
+    except UnmappedError as error:
+        text = f"the names are not those of a GPT or Llama model that {_DEEPSPEED} has: {error}"
+        raise RequestError("request.unsatisfiable", text, fix="--to dcp keeps its names") from error
+    shapes, sizes = checkpoint.shapes(), _attentions(checkpoint, matched, args)
+    work, cuts = Renaming(checkpoint), dict[str, Cut]()
+    for one in matched:
+        work.split(one, sizes.get(one.megatron))
+        cuts[one.parts[0]] = _cut_of(one, shapes, sizes, args)
+    done = work.checkpoint([(m.megatron, m.parts) for m in matched], ())
+    _require_alike(done)
+    parameters = tuple(
+        replace(p, cut=cuts[p.fqn], states=_with_master(p, done))
+        for p in sorted(done.parameters, key=lambda p: _place(p.fqn))
+    )
+    done = replace(done, parameters=parameters, module_names=tuple(sorted(done.module_names, key=_place)))
+    own = _arguments(done, args, next(iter(sizes.values())), plain=names is NameScheme.MEGATRON_PLAIN)
+    return _as_run_of_deepspeed(done, facts, own)
+
+
+def _place(name: str) -> tuple[int, int, int, bool]:
+    """The place of a parameter in the order of the model."""
+    inside, last = name.removeprefix(_LAYERS), name.endswith(".bias")
+    if inside == name:
+        return _PARTS.index(name.removeprefix(_PLAIN).rpartition(".")[0]), 0, 0, last
+    number, _, inner = inside.partition(".")
+    return _PARTS.index("encoder.layers"), int(number), _IN_BLOCK.index(inner.rpartition(".")[0]), last
+
+
+def _with_master(parameter: Parameter, checkpoint: Checkpoint) -> Mapping[str, int]:
+    """The states; the master of a run in fp32 whose optimizer works on the weight itself is that weight."""
+    number = parameter.weight
+    if number is None or not parameter.states or "fp32" in parameter.states:
+        return parameter.states
+    own = checkpoint.shard_map.tensors[number].dtype is FLOAT32
+    return {"fp32": number, **parameter.states} if own else parameter.states
+
+
+def _attentions(
+    checkpoint: Checkpoint, matched: Sequence[Matched], args: Mapping[str | int, Node]
+) -> dict[str, Attention]:
+    """The sizes of each attention by the name of its queries, keys and values; all are the same.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    heads, shapes = args.get("num_attention_heads"), checkpoint.shapes()
+    if type(heads) is not int or heads < 1:
+        text, fix = "nothing says how many heads the model has", '--megatron-args FILE with {"num_attention_heads": 32}'
+        raise RequestError("request.unsatisfiable", text, fix=fix)
+    plain = {str(k): v for k, v in args.items() if v is None or isinstance(v, int)}
+    found = {m.megatron: attention_of(m, shapes, heads, plain) for m in matched if "linear_qkv." in m.megatron}
+    if len({*found.values()}) > 1:
+        text = f"the layers of the model have attentions of different sizes, and those of {_DEEPSPEED} one"
+        raise RequestError("request.unsatisfiable", text, fix="--to dcp keeps them")
+    return found
+
+
+def _cut_of(
+    one: Matched,
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, Attention],
+    args: Mapping[str | int, Node],
+) -> Cut:
+    """How tensor-parallel ranks of Megatron-DeepSpeed divide a parameter.
+
+    Source: Megatron-DeepSpeed `megatron/model/transformer.py`, `megatron/core/tensor_parallel/layers.py`.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for a unit whose shapes are neither gated nor plain.
+    """
+    shape, (name,) = shapes[one.megatron], one.parts
+    module, _, kind = name.rpartition(".")
+    inner = module.removeprefix(_PLAIN).partition(".layers.")[2].partition(".")[2]
+    if inner == "self_attention.query_key_value":
+        of = sizes[one.megatron]
+        if one.rule.rows is Rows.QKV:
+            return Cut(0, (of.heads * of.size, of.groups * of.size, of.groups * of.size), shape, units=of.groups)
+        return Cut(0, units=of.groups)
+    if inner == "mlp.dense_h_to_4h":
+        columns = shapes[f"{one.megatron.rpartition('linear_fc1.')[0]}linear_fc2.weight"][1]
+        if shape[0] not in (columns, 2 * columns) or (args.get("swiglu") is True) is not (shape[0] == 2 * columns):
+            text = f"{printable(one.megatron)} has {shape[0]} rows, the layer behind it {columns} columns, and swiglu"
+            text = f"{text} is {printable(str(args.get('swiglu')))}: {_DEEPSPEED} has SwiGLU, or as many of both"
+            raise RequestError("request.unsatisfiable", text, fix="--to dcp keeps it")
+        return Cut(0, (columns, columns)) if shape[0] == 2 * columns else Cut(0)
+    if inner in ("self_attention.dense", "mlp.dense_4h_to_h") and kind == "weight":
+        groups = next(iter(sizes.values())).groups
+        return Cut(1, units=groups) if inner == "self_attention.dense" else Cut(1)
+    if module.rpartition(".")[2] in ("word_embeddings", "output_layer"):
+        return Cut(0, vocabulary=shape[0])
+    return Cut()
+
+
+def _require_alike(checkpoint: Checkpoint) -> None:
+    """Refuse biases that only some matrices, or only some norms, of the blocks have.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    names = {p.fqn for p in checkpoint.parameters}
+    for what, norms in (("matrices", False), ("norms", True)):
+        weights = [
+            n.removesuffix("weight")
+            for n in names
+            if n.endswith(".weight") and ".encoder." in n and ("norm" in n) is norms
+        ]
+        held = {f"{n}bias" in names for n in weights}
+        if len(held) > 1:
+            text = f"some {what} of its layers have biases and some have none; in {_DEEPSPEED} all have one, or none"
+            raise RequestError("request.unsatisfiable", text, fix="--to dcp keeps its names")
+
+
+def _arguments(
+    checkpoint: Checkpoint, args: Mapping[str | int, Node], attention: Attention, *, plain: bool
+) -> dict[str | int, Node]:
+    """The arguments of the run of Megatron-DeepSpeed: those that mean the same, and those that the shapes prove."""
+    shapes = checkpoint.shapes()
+    words, positions = f"{_PLAIN}embedding.word_embeddings.weight", f"{_PLAIN}embedding.position_embeddings.weight"
+    padded = next(
+        (p.padding["weight"] for p in checkpoint.parameters if p.fqn == words and "weight" in p.padding), None
+    )
+    more = 0 if padded is None else checkpoint.shard_map.tensors[padded].shape[0]
+    found: dict[str | int, Node] = {k: v for k in _SAME if isinstance(v := args.get(k), str | int | float)}
+    kinds = {new: old for old, new in _NORMS.items()}
+    found |= {
+        "num_layers": len(_blocks(shapes)), "hidden_size": shapes[words][1], "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.groups, "kv_channels": attention.size,
+        "add_position_embedding": positions in shapes,
+        "use_rotary_position_embeddings": args.get("position_embedding_type") == "rope",
+        "no_pipeline_parallel": plain, "padded_vocab_size": shapes[words][0] + more,
+        "untie_embeddings_and_output_weights": f"{_PLAIN}output_layer.weight" in shapes,
+        "make_vocab_size_divisible_by": args.get("make_vocab_size_divisible_by", 1),
+    }  # fmt: skip
+    if (norm := kinds.get(str(args.get("normalization")))) is not None:
+        found["normalization"] = norm
+    for old, new in (("norm_epsilon", "layernorm_epsilon"), ("rotary_base", "rope_theta")):
+        if _is_number(args.get(old)):
+            found[new] = args[old]
+    for name in ("tokenizer_type", *_COUNTED):
+        if isinstance(value := args.get(name), str | int):
+            found[name] = value
+    # Those that name the layout are set for the target's.
+    sizes = {"tensor_model": "tp", "pipeline_model": "pp", "data": "dp"}
+    found |= {f"{kind}_parallel_size": checkpoint.world.get(axis, 1) for kind, axis in sizes.items()}
+    world = checkpoint.world.get("tp", 1) * checkpoint.world.get("pp", 1) * checkpoint.world.get("dp", 1)
+    return {**found, "world_size": world, "moe_expert_parallel_size": 1}
+
+
+def _as_run_of_deepspeed(checkpoint: Checkpoint, facts: MegatronFacts, args: Mapping[str | int, Node]) -> Checkpoint:
+    """The checkpoint with the client state, the schedule and the param groups of a run of Megatron-DeepSpeed.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    said = facts.common.items.get("checkpoint_version", _VERSION)
+    if said != _VERSION:
+        text = f"its checkpoint_version is {printable(str(said))}, and rows are known to lie as here since {_VERSION}"
+        raise RequestError("request.unsatisfiable", text, fix="load it once with a newer Megatron, and save it")
+    carried = ("args", "checkpoint_version")
+    left = [n for n in of_the_format(checkpoint, _LOST) if n.path not in carried]
+    namespace = PObject("newobj", Global("argparse", "Namespace"), PTuple(), state=mapping_of({**args}), has_state=True)
+    client: dict[str | int, Node] = {"args": namespace, "checkpoint_version": _VERSION}
+    client |= {} if checkpoint.counters.steps is None else {"iteration": checkpoint.counters.steps}
+    schedules = [_schedule_by_steps(one) for one in checkpoint.schedulers]
+    schedulers: tuple[Node, ...] = ()
+    if len(schedules) == 1 and schedules[0] is not None:
+        schedulers = (mapping_of(schedules[0]),)
+    elif schedules:
+        left += named(["opt_param_scheduler"], f"it is not a schedule that {_DEEPSPEED} has")
+    done = replace(checkpoint, client_state=client, schedulers=schedulers, not_carried=(*checkpoint.not_carried, *left))
+    if checkpoint.optimizer is None:
+        return done
+    groups, group_of = _groups_by_name(checkpoint, schedules[0] if schedulers else None)
+    return replace(
+        done,
+        parameters=tuple(
+            replace(p, group=group_of.get(p.fqn), scalars=_steps_as_a_tensor(p.scalars)) for p in checkpoint.parameters
+        ),
+        optimizer=replace(checkpoint.optimizer, groups=groups),
+    )
+
+
+def _steps_as_a_tensor(scalars: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+    """The steps as torch's Adam keeps them: it takes no number, and the others make a number of its tensor.
+
+    Source: torch 2.13.0 `optim/adam.py` (`_single_tensor_adam`); deepspeed 0.19.8 `ops/adam/fused_adam.py`,
+    `ops/adam/cpu_adam.py`, whose kernels take any object that has a value as an integer.
+    """
+    step = scalars.get("step")
+    raw = b"" if step is None else pack("<f", step.value)
+    if step is None or step.dtype is not None or unpack("<f", raw) != (step.value,):
+        return scalars
+    return {**scalars, "step": Scalar(float(step.value), FLOAT32, raw)}
+
+
+def _schedule_by_steps(node: Node) -> dict[str | int, Node] | None:
+    """The schedule as Megatron-DeepSpeed loads it; None for one whose style it does not have.
+
+    Its loader requires the entries of a schedule by tokens, which are None in one by steps.
+    """
+    found = _schedule(node)
+    if found is None or found["lr_decay_style"] not in _STYLES:
+        return None
+    by_tokens: dict[str | int, Node] = {"lr_warmup_tokens": None, "lr_decay_tokens": None}
+    return {**found, **by_tokens}
+
+
+def _groups_by_name(
+    checkpoint: Checkpoint, schedule: Mapping[str | int, Node] | None
+) -> tuple[tuple[ParamGroup, ...], dict[str, int]]:
+    """The param groups by Megatron-DeepSpeed's rule, and the group of each parameter.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    held = () if checkpoint.optimizer is None else checkpoint.optimizer.groups
+    found: dict[str, dict[str | int, Node]] = {}
+    members: dict[str, str] = {}
+    for p in checkpoint.trained:
+        fields = (held[p.group] if p.group is not None and p.group < len(held) else ParamGroup({})).hyper_parameters
+        group = _named_group(p, fields, schedule)
+        steps = _steps_of(p, fields, _DEEPSPEED)
+        name = str(group["name"])
+        # Fused optimizers of apex count the steps of a group, all others those of each parameter.
+        if found.setdefault(name, group | {"step": steps}) != group | {"step": steps}:
+            text = f"{printable(p.fqn)} has other values or steps than parameters that it groups with it"
+            raise _unfit(text, _DEEPSPEED)
+        members[p.fqn] = name
+    names = [name for name in _GROUPS if name in found]
+    return tuple(ParamGroup(found[n]) for n in names), {fqn: names.index(n) for fqn, n in members.items()}
+
+
+def _named_group(
+    parameter: Parameter, fields: Mapping[str | int, Node], schedule: Mapping[str | int, Node] | None
+) -> dict[str | int, Node]:
+    """The fields of the param group of a parameter, as Megatron-DeepSpeed has them.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    name, decays = printable(parameter.fqn), not (parameter.fqn.endswith(".bias") or len(parameter.shape) == 1)
+    decay = fields.get("wd_mult", fields.get("pre_wd_mult"))
+    rate = fields.get("lr_mult", fields.get("pre_lr_mult", 1.0))
+    if decay != (1.0 if decays else 0.0) or not _is_number(rate):
+        text = f"the param group of {name} has wd_mult {printable(str(decay))} and lr_mult {printable(str(rate))}"
+        raise _unfit(f"{text}, and by its rule wd_mult is {1.0 if decays else 0.0}", _DEEPSPEED)
+    if fields.get("is_decoupled_lr") is True:
+        raise _unfit(f"{name} has a learning rate of its own (decoupled_lr)", _DEEPSPEED)
+    betas = fields.get("betas")
+    pair = sequence_items(betas, what="betas") if isinstance(betas, PList | PTuple) else ()
+    lost = [k for k in ("lr", "eps", "weight_decay") if not _is_number(fields.get(k))]
+    if lost := [*lost, *(["betas"] if len(pair) != 2 or not all(map(_is_number, pair)) else [])]:
+        raise _unfit(f"the param group of {name} says no number for {listed(lost)}", _DEEPSPEED)
+    for key in ("max_lr", "min_lr") if schedule is not None else ():
+        if schedule is not None and fields.get(key) not in (None, schedule[key]):
+            text = f"the param group of {name} has {key} {printable(str(fields.get(key)))}, and its schedule"
+            raise _unfit(f"{text} {printable(str(schedule[key]))}: it has one of all groups", _DEEPSPEED)
+    return {
+        "name": f"{'' if decays else 'no_'}wd_{'no_' if rate == 1.0 else ''}scale_lr",
+        "wd_mult": 1.0 if decays else 0.0,
+        "lr_mult": rate,
+        "bias_correction": bool(fields.get("bias_correction", True)),
+        **{k: fields[k] for k in _OF_ADAM if k in fields},
+    }

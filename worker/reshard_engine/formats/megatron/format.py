@@ -37,7 +37,14 @@ from reshard_engine.formats.dcp_files.saved_state import (
 )
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer
-from reshard_engine.formats.megatron.across import ORDERS, is_megatron_deepspeed, renamed_from_deepspeed
+from reshard_engine.formats.megatron.across import (
+    BACK,
+    ORDERS,
+    goes_on_in_deepspeed,
+    is_megatron_deepspeed,
+    renamed_from_deepspeed,
+    renamed_to_deepspeed,
+)
 from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import OF_EXPERTS, SCALER, CommonState, ReadGroups, only_one, read_groups
@@ -71,6 +78,8 @@ _MOST_BYTES = 1 << 16
 _STATES = "optimizer.state."
 _OF_SOURCES = frozenset({"damaged", "hf_rules"})
 """Options that other targets take, too."""
+_ARGS = "megatron_args"
+"""The option that says arguments of the run, which the names of Megatron-DeepSpeed may need, too."""
 _MASTERS = ("param", "fp32_param")
 _OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 """The key of one object of several: the object's place among them, and how many there are along each axis."""
@@ -412,17 +421,21 @@ class Megatron(Format):
         Raises:
             RequestError: `request.invalid`.
         """
-        given = {*request.options.of(MegatronOptions).given()} - _OF_SOURCES
+        names = request.options.deepspeed.names
+        given = {*request.options.of(MegatronOptions).given()} - _OF_SOURCES - ({_ARGS} if names in BACK else set())
         if given and request.to not in self.targets:
             flags = listed([f"--{name.replace('_', '-')}" for name in sorted(given)])
             raise RequestError("request.invalid", f"{flags}: for --to megatron", fix="--to megatron")
-        said, names = request.options.of(MegatronOptions).hf_rules, request.options.deepspeed.names
+        said = request.options.of(MegatronOptions).hf_rules
         if names is NameScheme.HUGGING_FACE and request.to in self.targets:
             text = f"--to {request.to} writes the names of Megatron-core, not those of Hugging Face"
             raise RequestError("request.invalid", text, fix="leave --names out, or --names megatron-core")
         if said is None:
             return
-        if names not in _NAMES:
+        if names in BACK and said not in ORDERS:
+            text = f"--hf-rules for --names {names} is {' or '.join(ORDERS)}"
+            raise RequestError("request.invalid", text, fix="leave --hf-rules out, or name one of these")
+        if names not in (*_NAMES, *BACK):
             text = "--hf-rules says how --names hf and --names megatron-core rename"
             raise RequestError("request.invalid", text, fix="add --names hf")
         if said not in ORDERS:
@@ -438,7 +451,10 @@ class Megatron(Format):
         """
         if is_megatron_deepspeed(checkpoint, request):
             return renamed_from_deepspeed(checkpoint, request)
-        return renamed(self._without_damage(checkpoint, request), request)
+        checkpoint = self._without_damage(checkpoint, request)
+        if goes_on_in_deepspeed(checkpoint, request):
+            return renamed_to_deepspeed(checkpoint, request)
+        return renamed(checkpoint, request)
 
     @staticmethod
     def _without_damage(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:

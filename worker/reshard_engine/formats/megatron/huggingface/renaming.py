@@ -96,7 +96,7 @@ def _there(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     shapes, files = checkpoint.shapes(), request.model_files is not None
     config = None if request.model_files is None else _ConfigFile.of(request.model_files, request)
     heads = _heads(args, config, chosen[0])
-    sizes = {m.megatron: _attention(m, shapes, heads, args) for m in matched if m.rule.rows is Rows.QKV}
+    sizes = {m.megatron: attention_of(m, shapes, heads, args) for m in matched if m.rule.rows is Rows.QKV}
     work = Renaming(checkpoint)
     for one in matched:
         work.split(one, sizes.get(one.megatron))
@@ -190,7 +190,7 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _attention(
+def attention_of(
     one: Matched, shapes: Mapping[str, tuple[int, ...]], heads: int | None, args: Mapping[str, Any]
 ) -> Attention:
     """The sizes of the attention whose queries, keys and values are one parameter; its shapes prove them.
