@@ -34,6 +34,8 @@ FRAMES := torch transformers accelerate deepspeed peft safetensors pytorch-light
 TITAN  := $(CURDIR)/$(VENV)/torchtitan
 TITANS := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.6.0 torchao==0.18.0 \
   torch_checkpointing==0.1.1 verl==0.9.1 skyrl==0.3.0 torchtune==0.6.1 megatron-core==0.16.1
+# Megatron-core's saves of before 0.15 hold optimizer states in two more ways; tests make such saves with this version.
+OLD_MEGATRON := megatron-core==0.14.0
 COMMA  := ,
 
 # Programs of the environment are found by those that start them: weed, celery, ninja.
@@ -56,6 +58,7 @@ endef
 $(READY): pyproject.toml constraints.txt
 	$(call install,$(VENV),all$(COMMA)dev)
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TITAN) $(TITANS) 2>>$(VENV)/install.log
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/megatron-old $(OLD_MEGATRON) 2>>$(VENV)/install.log
 	@touch $@
 
 setup: $(READY) ## install everything into .venv (about 2 minutes)
@@ -116,6 +119,7 @@ newest: $(READY) ## the oracle tier with the newest torch, transformers and othe
 	@$(NEWEST)/bin/python -m pip freeze | grep -i '^botocore==' >$(NEWEST)/botocore.txt
 	@$(NEWEST)/bin/python -m pip install --quiet --constraint $(NEWEST)/botocore.txt boto3 2>>$(NEWEST)/install.log
 	@$(NEWEST)/bin/python -m pip install --quiet --no-deps --target $(NEWEST)/torchtitan $(TITANS) 2>>$(NEWEST)/install.log
+	@$(NEWEST)/bin/python -m pip install --quiet --no-deps --target $(NEWEST)/megatron-old $(OLD_MEGATRON) 2>>$(NEWEST)/install.log
 	@$(NEWEST)/bin/python scripts/newest.py $(VENV) $(FRAMES) -- $(SPREAD) $(ARGS)
 
 laws: $(READY) ## the laws of resharding over 6,900 generated checkpoints (an hour)

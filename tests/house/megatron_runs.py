@@ -263,17 +263,19 @@ class MegatronRun:
             "opt_param_scheduler": {"num_steps": 56},
         }  # fmt: skip
         torch.save(state, folder / "model_optim_rng.pt")
-        found: list[Any] = []
-        for of_experts in (False, True)[: len(optimizers)]:
-            if expert_rank and not of_experts:
-                found.append(None)
-                continue
-            buffers: dict[Any, Any] = {"buckets_coalesced": True}
-            for number, vector in enumerate(self.buffers(stage, expert_rank, of_experts=of_experts)):
-                stored = {state: self._coalesced(vector, state, rank) for state in STATES}
-                buffers[number] = {PAIR: {**stored, "numel_unpadded": sum(vector.unpadded)}}
-            found.append(buffers)
+        found = [
+            None if expert_rank and not of_experts else self._vectors(stage, expert_rank, rank, of_experts=of_experts)
+            for of_experts in (False, True)[: len(optimizers)]
+        ]
         torch.save(found if len(found) > 1 else found[0], folder / "distrib_optim.pt")
+
+    def _vectors(self, stage: int, expert_rank: int, rank: int, *, of_experts: bool) -> dict[Any, Any]:
+        """What `get_parameter_state_dp_zero` makes."""
+        buffers: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, vector in enumerate(self.buffers(stage, expert_rank, of_experts=of_experts)):
+            stored = {state: self._coalesced(vector, state, rank) for state in STATES}
+            buffers[number] = {PAIR: {**stored, "numel_unpadded": sum(vector.unpadded)}}
+        return buffers
 
     def _coalesced(self, vector: Vector, state: str, rank: int) -> torch.Tensor:
         return torch.cat([self._bucket(vector, number, state, rank) for number in range(len(vector.buckets))])
@@ -287,15 +289,24 @@ class MegatronRun:
                 found[begin - first : end - first] = self.part(name, state, rank).reshape(-1)
         return found
 
-    # `torch_dist` with `dp_reshardable`.
+    # `torch_dist`.
 
-    def save_torch_dist(self, root: Path, *, shuffled: bool = False) -> Path:
+    def save_gathered(self, root: Path) -> Path:
+        """As `save_torch_dist`, with an object of each rank that holds all its vectors."""
+        return self.save_torch_dist(root, kind="dp_zero_gather_scatter")
+
+    def save_flattened(self, root: Path) -> Path:
+        """As `save_torch_dist`, with the states of 0.14: a row for each part of a parameter."""
+        return self.save_torch_dist(root, kind="fully_sharded_model_space")
+
+    def save_torch_dist(self, root: Path, *, shuffled: bool = False, kind: str = "dp_reshardable") -> Path:
         """Write `iter_0000007`; returns it.
 
         Args:
             root: The directory of the run.
             shuffled: True for keys in another order than the model's, in files of many ranks, as a fully parallel save
                 has them.
+            kind: How the optimizer is saved.
         """
         place = root / "iter_0000007"
         place.mkdir(parents=True)
@@ -310,16 +321,63 @@ class MegatronRun:
             for owner, (stage, expert_rank, rank) in enumerate(self._owners(of_experts=of_experts)):
                 prefix = f"chained_{chained}." if len(self.groups()) > 1 else ""
                 head = f"{prefix}optimizer.distributed.dp_group_idx_{owner}."
+                if kind == "fully_sharded_model_space":
+                    self._save_flattened(writer, stage, expert_rank, rank, of_experts=of_experts)
+                    continue
+                if kind == "dp_zero_gather_scatter":
+                    vectors = self._vectors(stage, expert_rank, rank, of_experts=of_experts)
+                    writer.value(f"{head}param_state/shard_0_1", [vectors])
+                    writer.value(f"{head}optimizer/shard_0_1", [{"param_groups": self.groups()[chained]}])
+                    continue
                 self._save_owner(writer, head, stage, expert_rank, rank, of_experts=of_experts)
+        optimizer: dict[Any, Any] = {"param_state_sharding_type": kind}
+        if kind == "fully_sharded_model_space":
+            held = [{"optimizer": {"param_groups": g}, **optimizer} for g in self.groups()]
+            optimizer = held[0] if len(held) == 1 else dict(enumerate(held))
         common = {
-            "args": self.args(), "checkpoint_version": 3.0, "iteration": 7,
-            "optimizer": {"param_state_sharding_type": "dp_reshardable"}, "opt_param_scheduler": {"num_steps": 56},
-            "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"},
+            "args": self.args(), "checkpoint_version": 3.0, "iteration": 7, "optimizer": optimizer,
+            "opt_param_scheduler": {"num_steps": 56}, "content_metadata": {"distrib_optim_sharding_type": kind},
         }  # fmt: skip
         torch.save(common, place / "common.pt")
         (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
         writer.close()
         return place
+
+    def _save_flattened(self, writer: _Writer, stage: int, expert_rank: int, rank: int, *, of_experts: bool) -> None:
+        """The runs of elements of each part that data-parallel ranks hold."""
+        ranks = self.data // self.expert_ranks if of_experts else self.data
+        for vector in self.buffers(stage, expert_rank, of_experts=of_experts):
+            for name, begin, end, bucket in vector.slots:
+                whole = self.shapes().get(name, ())
+                split = self.part(name, "param", rank).shape != whole
+                if (rank and not split) or (name == OUTPUT and self.tied):
+                    continue
+                first, stop = vector.buckets[bucket]
+                cuts = {begin, end, *range(first, stop, (stop - first) // ranks)}
+                dim = 1 if "linear_proj" in name or "linear_fc2" in name else 0
+                halves = 2 if name.endswith("linear_fc1.weight") else 1
+                cuts |= {begin + (end - begin) // 2} if halves == 2 else set()
+                counts = [1] * len(whole)
+                counts[dim] = halves * (self.tensor if split else 1)
+                numel = (end - begin) // halves
+                key, index = entry_of(name)
+                axes = self._axes(key)
+                for state in STATES:
+                    flat = self.part(name, state, rank).reshape(-1)
+                    full = f"optimizer.state.{'fp32_param' if state == 'param' else state}.{key}"
+                    writer.original[full] = (*axes, *whole)
+                    for low, high in pairwise(sorted(c for c in cuts if begin <= c <= end)):
+                        half, at = divmod(low - begin, numel)
+                        place = [0] * len(whole)
+                        place[dim] = half * self.tensor + rank if split else half
+                        run = flat[low - begin : high - begin].reshape(*([1] * (len(axes) + len(whole))), -1)
+                        file = (low - first) * ranks // (stop - first)
+                        writer.chunk(full, (*axes, *counts, numel), (*index, *place, at), run, file)
+
+    def _axes(self, key: str) -> tuple[int, ...]:
+        """The axes of layers and experts in front of an entry."""
+        places = [index for other, index in map(entry_of, self.shapes()) if other == key]
+        return tuple(1 + max(index[d] for index in places) for d in range(len(places[0])))
 
     def _owners(self, *, of_experts: bool) -> Iterator[tuple[int, int, int]]:
         for stage in range(self.pipeline):
@@ -386,6 +444,8 @@ class _Writer:
         self._files: dict[int, io.BytesIO] = {}
         self._entries: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self.original: dict[str, tuple[int, ...]] = {}
+        """The shapes of tensors that were flattened."""
 
     def _record(self, value: Any, file: int) -> _StorageInfo:
         stream = self._files.setdefault(file, io.BytesIO())
@@ -412,7 +472,9 @@ class _Writer:
         """Write everything."""
         for file, stream in self._files.items():
             (self._place / f"__{file}_0.distcp").write_bytes(stream.getvalue())
-        metadata = Metadata(self._entries, None, self._places)
+        metadata: Any = Metadata(self._entries, None, self._places)
+        if self.original:
+            metadata.mcore_data = {k: {"nd_reformulated_orig_global_shape": v} for k, v in self.original.items()}
         (self._place / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
 
 

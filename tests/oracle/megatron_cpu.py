@@ -1,5 +1,7 @@
 """The stand-ins for GPUs while real megatron-core runs on CPUs and gloo; import it before `megatron`.
 
+Versions that run here: 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1 and 0.19.2.
+
 In place of others, and nothing else is:
 
 - devices, streams, events and random states of CUDA: requests for them get the CPU's, or do nothing;
@@ -17,8 +19,10 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -136,14 +140,31 @@ class FusedAdam(torch.optim.Optimizer):
                 p.sub_(group["lr"] * update)
 
 
-def prepare() -> None:
-    """Make this process one in which megatron-core can be imported and run; it stays so."""
+def _prepare_0_12() -> None:
+    """What that version takes for granted: Transformer Engine, and a torch older than 2.7."""
+    eight: Any = importlib.import_module("megatron.core.fp8_utils")
+    # Without Transformer Engine it refuses to cast no parameter at all; 0.13 does nothing then.
+    eight._quantize_param_shard_impl = lambda parameters, *_, **__: None if not parameters else sys.exit(1)
+    files: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    form = importlib.import_module("torch.distributed.checkpoint.filesystem").SerializationFormat.TORCH_SAVE
+    files._write_item = partial(files._write_item, serialization_format=form)
+
+
+def prepare(megatron: str | None = None) -> None:
+    """Make this process one in which megatron-core can be imported and run; it stays so.
+
+    Args:
+        megatron: The directory of its version; by default `RESHARD_MEGATRON`, or the one beside torchtitan.
+    """
     warnings.filterwarnings("ignore")
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", TORCHDYNAMO_DISABLE="1")
-    if "RESHARD_MEGATRON" in os.environ:
-        sys.path.insert(0, os.environ["RESHARD_MEGATRON"])
+    if megatron is not None or "RESHARD_MEGATRON" in os.environ:
+        sys.path.insert(0, megatron or os.environ["RESHARD_MEGATRON"])
     elif "RESHARD_TORCHTITAN" in os.environ:
         sys.path.append(os.environ["RESHARD_TORCHTITAN"])  # last: what is installed comes first
+    numpy: Any = np
+    if not hasattr(np, "product"):  # Megatron-core up to 0.14 asks for it, which NumPy 1 had
+        vars(numpy)["product"] = np.prod
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules.get_torch_obj_rule_map()  # before functions of torch are replaced
     cuda: Any = torch.cuda
@@ -175,6 +196,8 @@ def prepare() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state) if state.numel() > 100 else None
     moe: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     moe.te_general_gemm = None
+    if importlib.import_module("megatron.core").__version__.startswith("0.12."):
+        _prepare_0_12()
     optimizers: Any = importlib.import_module("megatron.core.optimizer")
     distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     optimizers.Adam = distributed.Adam = FusedAdam

@@ -10,6 +10,7 @@ Each step takes the same samples at every layout, so that losses are those of on
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
@@ -61,6 +62,9 @@ class Run:
     """Rows of learned positions."""
     bucket: int | None = None
     """Elements after which a bucket closes, which come with `overlap_grad_reduce`; None for one bucket."""
+    lr: float = 2e-3
+    min_lr: float = 1e-4
+    """0.19 loads param groups of these rates alone."""
     more: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further fields of `TransformerConfig`, such as `qk_layernorm`."""
 
@@ -137,7 +141,8 @@ class Training:
             for p in model.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(p)
             self.models.append(model)
-        self.offsets = [get_transformer_layer_offset(config, i if run.vpp else None) for i in range(len(self.models))]
+        stages = [(i,) if run.vpp else () for i in range(len(self.models))]
+        self.offsets = [get_transformer_layer_offset(config, *stage) for stage in stages]
         wrapped = [_wrapper(run)(config, model) for model in self.models]
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -155,8 +160,8 @@ class Training:
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=2e-3,
-                min_lr=1e-4,
+                lr=run.lr,
+                min_lr=run.min_lr,
                 weight_decay=0.1,
                 adam_beta2=0.98,
                 bf16=run.dtype == "bf16",
@@ -171,8 +176,8 @@ class Training:
         self.scheduler: Any = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
-            max_lr=2e-3,
-            min_lr=1e-4,
+            max_lr=run.lr,
+            min_lr=run.min_lr,
             lr_warmup_steps=2 * SAMPLES,
             lr_decay_steps=20 * SAMPLES,
             lr_decay_style="cosine",
@@ -183,6 +188,10 @@ class Training:
         )
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
+        if run.bucket is not None and run.pp > 1:
+            # 0.14 asserts that gradients of a micro-batch are not reduced before the last one.
+            syncs = [one.no_sync for one in self.ddp]
+            config.no_sync_func = syncs if run.vpp else syncs[0]
         self.iteration = 0
 
     def _config(self) -> Any:
@@ -294,7 +303,9 @@ class Training:
         found: dict[Any, dict[str, torch.Tensor]] = {}
         for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             if hasattr(one, "gbuf_ranges"):
-                state = one.get_parameter_state_dp_zero(use_gloo_comm=True, return_on_all_ranks=True)
+                state = _gathered(one)
+                if state is None:
+                    continue
                 for number, buffer in enumerate(one.buffers):
                     vectors = state[number][buffer.param_dtype, buffer.grad_dtype]
                     # What was gathered has no padding at the ends of buckets.
@@ -397,14 +408,16 @@ class Training:
             folder.mkdir(parents=True)
         dist.barrier()
         with _corrected(self.optimizer) if corrected else nullcontext():
-            optimizer = self.optimizer.sharded_state_dict(models, metadata=metadata | ranks)
+            # 0.12 has no metadata.
+            how = {"sharding_type": sharding} if _is_0_12() else {"metadata": metadata | ranks}
+            optimizer = self.optimizer.sharded_state_dict(models, **how)
         state = {
             "args": self._args("torch_dist"), "checkpoint_version": VERSION, "iteration": self.iteration, **models,
             "optimizer": optimizer,
             "opt_param_scheduler": self.scheduler.state_dict(), "rng_state": self._sharded_random(),
             "num_floating_point_operations_so_far": 12345,
         }  # fmt: skip
-        dist_checkpointing.save(state, str(folder), content_metadata=metadata)
+        dist_checkpointing.save(state, str(folder), **({} if _is_0_12() else {"content_metadata": metadata}))
         dist.barrier()
         self._track(root)
 
@@ -510,6 +523,20 @@ def _wrapper(run: Run) -> Callable[[Any, Any], Any]:
     return Whole if run.dtype == "fp32" else Float16Module  # type: ignore[no-any-return]
 
 
+def _is_0_12() -> bool:
+    from megatron.core import __version__
+
+    return str(__version__).startswith("0.12.")
+
+
+def _gathered(optimizer: Any) -> Any:
+    """The states of a distributed optimizer as vectors; up to 0.14 data-parallel ranks but the first have None."""
+    if "return_on_all_ranks" in inspect.signature(optimizer.get_parameter_state_dp_zero).parameters:
+        return optimizer.get_parameter_state_dp_zero(use_gloo_comm=True, return_on_all_ranks=True)
+    state = optimizer.get_parameter_state_dp_zero()
+    return state if optimizer.data_parallel_group.rank() == 0 else None
+
+
 @contextmanager
 def _corrected(optimizer: Any) -> Iterator[None]:
     """While it is open, `fully_reshardable` cuts states at offsets without buckets' padding (Megatron-LM#5077)."""
@@ -552,7 +579,12 @@ def _folder(root: Path) -> Path:
 
 
 def train(
-    run: dict[str, Any], out: str, *, load: list[str] | None = None, save: list[list[str]] | None = None
+    run: dict[str, Any],
+    out: str,
+    *,
+    load: list[str] | None = None,
+    save: list[list[str]] | None = None,
+    megatron: str | None = None,
 ) -> dict[str, Any]:
     """Train or go on; returns the losses of the steps before the save (none for a run that loads) and after it.
 
@@ -560,11 +592,13 @@ def train(
         run: The fields of `Run`.
         out: Directory for the live state: `loaded` or `saved`, each `.safetensors` and `.json`.
         load: Form and directory of a checkpoint: `torch_dist` or `torch`.
-        save: Form and directory of each save; a form is `fully_reshardable`, `dp_reshardable`, `torch`, or `corrected`:
+        save: Form and directory of each save; a form is that of an optimizer (`fully_reshardable`, `dp_reshardable`,
+            `dp_zero_gather_scatter`, up to 0.14 `fully_sharded_model_space`), `torch`, or `corrected`:
             `fully_reshardable` as Megatron-LM#5077 corrects it. A plain optimizer is saved as it is.
+        megatron: Where another version of Megatron-core is than the one of all tests.
     """
     start_world()
-    megatron_cpu.prepare()
+    megatron_cpu.prepare(megatron)
     training = Training(Run(**run), resumed=load is not None)
     where = Path(out)
     where.mkdir(parents=True, exist_ok=True)

@@ -161,6 +161,8 @@ def test_megatron_core_loads_the_truth(name: str, layout: dict[str, int], tmp_pa
         "dtype": dtype,
         "vocab": 208,
         "positions": 32,
+        "lr": 0.004,
+        "min_lr": 0.0004,
     }
     now = run(worlds, case | layout, tmp_path / "now", load=["torch_dist", str(tmp_path / "to")])
     loaded, wanted = now.state("loaded"), truth(name)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,7 +28,11 @@ from house.megatron_saves import (
 from laws.dcp_files import edit_metadata
 from oracle.whole_tensors import whole
 from reshard.errors import ReshardError
+from reshard_engine.formats.dcp_files.metadata.model import TensorEntry
+from reshard_engine.formats.dcp_files.tensors import restored_boxes
 from reshard_engine.formats.megatron.names import entries_of
+from reshard_engine.tensors.dtypes import BY_NAME
+from reshard_engine.tensors.shard_map import Boxes
 
 
 def saved(place: Path, tensors: dict[str, torch.Tensor] | None = None, common: Any = ..., ranks: int = 2) -> Path:
@@ -179,21 +186,43 @@ def _of_type(kind: str) -> dict[str, Any]:
     return common
 
 
-@pytest.mark.parametrize("kind", ["dp_zero_gather_scatter", "fully_sharded_model_space"])
-def test_optimizers_of_older_kinds_are_refused_and_the_weights_are_left(kind: str, tmp_path: Path) -> None:
-    source = saved(tmp_path, common=_of_type(kind))
-    if kind == "dp_zero_gather_scatter":
-        source = _with_bytes(source, "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1")
+def test_an_optimizer_in_vectors_that_prove_nothing_is_refused_and_the_weights_are_left(tmp_path: Path) -> None:
+    source = _with_bytes(saved(tmp_path), "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1")
     for target in ({"to": "dcp"}, {"to": "zero", "zero_stage": 1, "dp": 2}):
         error = refused(source, tmp_path, **target)
-        assert error.code == "checkpoint.ambiguous"
-        assert kind in error.message
-    reshard.convert(source, tmp_path / "out", to="safetensors", progress=False)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(
-        found["decoder.final_layernorm.weight"].float(),
-        small_model()["decoder.final_layernorm.weight"].bfloat16().float(),
-    )
+        assert (error.code, "no object `optimizer`" in error.message) == ("checkpoint.incomplete", True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_of_a_part_become_boxes_of_the_whole(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    local, parts = (tuple(rng.integers(1, 5, size=1 + seed % 4).tolist()) for _ in range(2))
+    original = tuple(a * b for a, b in zip(local, parts, strict=True))
+    # Each part holds the numbers of its elements in the whole, and each run lies at the place of its number.
+    numbers = np.arange(prod(original)).reshape(original)
+    rows: list[list[list[int]]] = []
+    offsets: list[int] = []
+    data: list[int] = []
+    for place in np.ndindex(*parts):
+        part = numbers[tuple(slice(p * n, (p + 1) * n) for p, n in zip(place, local, strict=True))].reshape(-1)
+        cuts = sorted({0, part.size, *rng.integers(0, part.size + 1, size=3).tolist()})
+        for begin, end in pairwise(cuts):
+            rows.append([[*place, begin], [*([1] * len(local)), end - begin]])
+            offsets.append(4 * len(data))
+            data += part[begin:end].tolist()
+    boxes = np.array(rows, dtype=np.int64)
+    entry = TensorEntry("optimizer.state.exp_avg.x", BY_NAME["float32"], (*parts, prod(local)), 0, len(rows), boxes)
+    held = Boxes(boxes, np.zeros(len(rows), np.int64), np.array(offsets, dtype=np.int64))
+    found = restored_boxes(held, entry, original)
+    seen = np.zeros(original, dtype=np.int64) - 1
+    for (corner, size), offset in zip(found.boxes.tolist(), found.offset.tolist(), strict=True):
+        where = tuple(slice(c, c + n) for c, n in zip(corner, size, strict=True))
+        assert (seen[where] == -1).all()
+        seen[where] = np.array(data[offset // 4 : offset // 4 + prod(size)]).reshape(size)
+    assert np.array_equal(seen, numbers)
+    for wrong in ((*original, 1), original[1:], tuple(n + 1 for n in original)):
+        with pytest.raises(ReshardError, match="no parts of it"):
+            restored_boxes(held, entry, wrong)
 
 
 def _without(name: str) -> Damage:

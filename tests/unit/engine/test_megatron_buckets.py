@@ -40,6 +40,8 @@ RUNS = {
 SAVES: dict[str, Callable[[MegatronRun, Path], Path]] = {
     "legacy": MegatronRun.save_legacy,
     "torch_dist": MegatronRun.save_torch_dist,
+    "gathered": MegatronRun.save_gathered,
+    "flattened": MegatronRun.save_flattened,
 }
 
 

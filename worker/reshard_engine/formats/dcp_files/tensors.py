@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -234,3 +235,58 @@ class ChunkTensors:
         stride = self._places.strides.get(int(chunks.row[at]))
         self._builder.whole(number, file=int(chunks.file[at]), offset=int(chunks.offset[at]), stride=stride)
         return number
+
+
+def restored_boxes(boxes: Boxes, entry: TensorEntry, original: tuple[int, ...]) -> Boxes:
+    """The boxes of a tensor in its own shape, from those of an entry with a row for each part of it.
+
+    Megatron-core up to 0.14 saves states of a shape [X, Y], whose parts are [x, y], as [X/x, Y/y, x*y]: the last axis
+    counts the elements of a part in row-major order, and each data-parallel rank saved a run of them.
+
+    Args:
+        boxes: Those of the entry.
+        entry: The entry.
+        original: The shape of the tensor: `nd_reformulated_orig_global_shape` of the metadata.
+
+    Raises:
+        SourceError: `checkpoint.malformed` for shapes or boxes that do not fit this.
+
+    Source: megatron-core 0.12.3 to 0.14.0 `dist_checkpointing/strategies/resharding.py`
+    (`nd_flattened_tensor_reformulated_global_shape`), `strategies/torch.py` (`sharded_tensor_to_torch_sharded_tensor`);
+    verified by running 0.12.3, 0.13.1 and 0.14.0.
+    """
+    *parts, numel = entry.shape or (0,)
+    fits = len(parts) == len(original) > 0 and all(
+        count > 0 and size > 0 and size % count == 0 for size, count in zip(original, parts, strict=True)
+    )
+    local = np.array([size // count for size, count in zip(original, parts, strict=True)] if fits else [], np.int64)
+    place, size = boxes.boxes[:, 0], boxes.boxes[:, 1]
+    if not fits or prod(local.tolist()) != numel or (size[:, :-1] != 1).any():
+        raise SourceError(
+            "checkpoint.malformed",
+            f"{printable(entry.key)} is {entry.shape} in the file, and its tensor {original}: these are no parts of it",
+            fix="the metadata is damaged: copy the checkpoint again",
+        )
+    # A run of elements is cut into boxes: rows that it begins within, whole ones, and those that it ends within. `at`
+    # moves on from axis to axis, outwards and back.
+    width = np.array([prod(local[dim + 1 :].tolist()) for dim in range(len(local))], np.int64)
+    corner, begin = place[:, :-1] * local, place[:, -1]
+    at, end = begin.copy(), begin + size[:, -1]
+    found: list[tuple[npt.NDArray[np.int64], ...]] = []
+    outwards = [*range(len(local) - 1, 0, -1)]
+    for dim, out in [*((d, True) for d in outwards), *((d, False) for d in range(len(local)))]:
+        unit = int(width[dim])
+        until = end // unit * unit
+        if out:
+            row = unit * int(local[dim])
+            until = np.minimum(until, -(-at // row) * row)
+        kept = np.flatnonzero(until > at)
+        inner = np.zeros((len(kept), 2, len(local)), np.int64)
+        inner[:, 0, : dim + 1] = at[kept, None] // width[: dim + 1] % local[: dim + 1]
+        inner[:, 1, :dim], inner[:, 1, dim] = 1, (until - at)[kept] // unit
+        inner[:, 1, dim + 1 :] = local[dim + 1 :]
+        inner[:, 0] += corner[kept]
+        found.append((inner, boxes.file[kept], boxes.offset[kept] + (at - begin)[kept] * entry.dtype.itemsize_bytes))
+        at = np.maximum(at, until)
+    inner, file, offset = (np.concatenate(column) for column in zip(*found, strict=True))
+    return Boxes(inner, file, offset)

@@ -1,4 +1,4 @@
-"""Optimizer states that `torch_dist` holds as buckets (`dp_reshardable`, the default of Megatron-core).
+"""Optimizer states that `torch_dist` holds without names: as buckets (`dp_reshardable`, the default of Megatron-core).
 
 Each model-parallel rank has vectors of its own: `optimizer.distributed.dp_group_idx_I.gbuf_idx_G.dtype_D.bucket_idx_B`,
 then `param` for the masters, or the name of a state. They hold no names. The parameters of a rank follow from the
@@ -6,10 +6,15 @@ arguments of the run, their lengths from the chunks of the model's own tensors, 
 buffers. The lengths of buckets and the begins of all chunks must be those that follow; masters must round to the
 weights, which is compared before anything is written.
 
+Saves of the kind `dp_zero_gather_scatter` have an object of each model-parallel rank in place of them
+(`optimizer.distributed.dp_group_idx_I.param_state`): the vectors of `distrib_optim.pt`, all buckets of a buffer one
+after another. Their lengths must be those that follow, and masters must round to the weights.
+
 With expert parallelism there are two optimizers, whose keys begin with `chained_0.` and `chained_1.`: the second one
 holds the experts, and its ranks are those of tensor, expert and pipeline parallelism.
 
-Source: megatron-core 0.16.1 and 0.19.2 `optimizer/distrib_optimizer.py` (`sharded_param_state_dp_reshardable`),
+Source: megatron-core 0.16.1 and 0.19.2 `optimizer/distrib_optimizer.py` (`sharded_param_state_dp_reshardable`;
+`sharded_param_state_dp_zero`, which 0.12.3 to 0.19.2 write alike),
 `optimizer/__init__.py` (`get_megatron_optimizer`: which group of ranks numbers which buffers), `optimizer/optimizer.py`
 (`ChainedOptimizer.sharded_state_dict`: the prefix); verified by running both without expert parallelism.
 """
@@ -17,7 +22,7 @@ Source: megatron-core 0.16.1 and 0.19.2 `optimizer/distrib_optimizer.py` (`shard
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -25,10 +30,19 @@ import numpy as np
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Agreement
-from reshard_engine.formats.dcp_files.saved_state import SavedState, SavedTensor, SavedValue
+from reshard_engine.formats.dcp_files.saved_state import SavedState, SavedTensor, SavedValue, open_values
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors
-from reshard_engine.formats.megatron.buffers import Bucket, LayoutError, Member, Slot, check_cuts, slots_of
+from reshard_engine.formats.megatron.buffers import (
+    Bucket,
+    LayoutError,
+    Member,
+    Slot,
+    check_cuts,
+    slots_in_vector,
+    slots_of,
+)
 from reshard_engine.formats.megatron.common import CommonState, only_one, steps_in
+from reshard_engine.formats.megatron.legacy import BufferVectors, VectorFile, add_from_vector, buffers_of
 from reshard_engine.formats.megatron.model import ModelBuilder
 from reshard_engine.formats.megatron.names import BUFFERS
 from reshard_engine.formats.megatron.placement import GATED, OUTPUT_LAYER, WORD_EMBEDDINGS, Run, orders_of, tied
@@ -41,10 +55,11 @@ from reshard_engine.tensors.shard_map import Boxes, ShardMapBuilder
 
 _GROUP = r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\."
 _KEY = re.compile(_GROUP + r"gbuf_idx_(\d{1,6})\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d{1,6})\.(\w+)")
-_OBJECT = re.compile(_GROUP + r"(optimizer|per_bucket_numel|per_bucket_numel_unpadded)/shard_0_1")
+_OBJECT = re.compile(_GROUP + r"(optimizer|per_bucket_numel|per_bucket_numel_unpadded|param_state)/shard_0_1")
 _ANY = re.compile(_GROUP + r".+")
 _FILE_OF_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 _MASTERS = "param"
+_VECTORS = "param_state"
 _COPY = "the copy of the embedding that the last stage holds"
 _FIX = "the metadata is damaged, or of another save: copy the checkpoint again"
 
@@ -60,6 +75,16 @@ class SavedWeight:
 
 Owner = tuple[int, int]
 """The number of a chained optimizer, 0 for the only one, and that of the model-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The parameters of one buffer, in the order of their registration."""
+
+    stage: int
+    chunk: int
+    dtype: str
+    members: Sequence[Member]
 
 
 @dataclass(slots=True)
@@ -102,7 +127,11 @@ class SavedBuckets:
                 self._objects.setdefault(owner, {})[match[3]] = value
         keys = [t.entry.key for t in state.tensors if is_of_buckets(t.entry.key)]
         self.found = bool(keys or self._objects)
-        """True if the checkpoint has an optimizer in buckets."""
+        """True if the checkpoint has an optimizer without names."""
+        gathered = any(_VECTORS in held for held in self._objects.values())
+        self.kind = "" if not self.found else "dp_zero_gather_scatter" if gathered else "dp_reshardable"
+        """How it was saved, as Megatron-core calls it; empty for no such optimizer."""
+        self.what = "vectors of model-parallel ranks" if gathered else "buckets of data-parallel ranks"
         self._unread = next((k for k in keys if _KEY.fullmatch(k) is None), None)
 
     def _note(self, tensor: SavedTensor, match: re.Match[str]) -> None:
@@ -140,23 +169,61 @@ class SavedBuckets:
             LayoutError: The parameters are not proven to lie anywhere.
             SourceError: `checkpoint.malformed`, `checkpoint.incomplete`, `checkpoint.mixed`.
         """
-        if self._unread is not None or not self._buffers:
-            raise LayoutError(
-                f"{printable(self._unread or 'an object')} is of another form of these states, which is not read"
-            )
+        if self.kind == "dp_zero_gather_scatter":
+            return self._read_vectors(opened, weights, common, model)
+        reshaped = next((v.entry.key for v in self._vectors() if v.entry.key in v.part.metadata.original_shapes), None)
+        if (self._unread or reshaped) is not None or not self._buffers:
+            said = printable(self._unread or reshaped or "an object")
+            raise LayoutError(f"{said} is of another form of these states, which is not read")
         if (other := next((v for v in self._vectors() if not v.entry.dtype.floating), None)) is not None:
             raise LayoutError(f"{printable(other.entry.key)} is of {other.entry.dtype.name}")
-        objects = self._opened(opened)
+        objects = self._opened(opened, ("optimizer", "per_bucket_numel", "per_bucket_numel_unpadded"))
         lengths = {owner: self._lengths(owner, held) for owner, held in objects.items()}
         groups = self._groups(objects)
         fit = Fit(Run.of(common), weights, self._buffers, lengths, self.is_in_order)
-        fit.check_owners()
+        fit.check_owners(lengths)
         places = fit.places()
         chunks = ChunkTensors(self._builder, self._state.files, self._vectors(), self._ledger)
         for (owner, number), slots in places.items():
             self._add_slots(self._buffers[owner][number], slots, fit, chunks, owner)
         self._join(fit, model)
         self.agreements += chunks.agreements
+        return groups
+
+    def _read_vectors(
+        self,
+        opened: Callable[[Sequence[SavedValue]], list[Node]],
+        weights: Mapping[str, SavedWeight],
+        common: CommonState,
+        model: ModelBuilder,
+    ) -> list[Node]:
+        """As `read`, of objects that hold all vectors of a rank."""
+        if self._buffers:
+            raise LayoutError(f"{printable(next(self._vectors()).entry.key)} is there beside vectors of ranks")
+        groups = self._groups(self._opened(opened, ("optimizer",)))
+        if missing := next((rank for (_, rank), held in self._objects.items() if _VECTORS not in held), None):
+            raise SourceError(
+                "checkpoint.incomplete", f"the model-parallel rank {missing} has no object `{_VECTORS}`", fix=_FIX
+            )
+        owners, values = [*self._objects], [held[_VECTORS] for held in self._objects.values()]
+        files: dict[Owner, VectorFile] = {}
+        buffers: dict[Owner, list[BufferVectors]] = {}
+        for owner, value, parsed in zip(
+            owners, values, open_values(self._state.files, values, self._ledger), strict=True
+        ):
+            where = f"dp_group_idx_{owner[1]}.{_VECTORS}"
+            extent = parsed.file.extent
+            files[owner] = VectorFile(parsed, value.part.first_file + value.entry.file, extent[0] if extent else 0)
+            buffers[owner] = buffers_of(only_one(parsed.root, where), where)
+        fit = Fit(Run.of(common), weights, {}, {}, self.is_in_order)
+        fit.check_owners(buffers)
+        for (owner, number), slots in fit.places_in_vectors(buffers).items():
+            for state, vector in buffers[owner][number].vectors.items():
+                for slot in slots:
+                    shape = fit.local_shape(owner, slot.name)
+                    part = add_from_vector(self._builder, slot, state, shape, vector=vector, source=files[owner])
+                    fit.parts.setdefault((slot.name, state), {})[owner] = part
+        self._join(fit, model)
         return groups
 
     def _vectors(self) -> Iterator[SavedTensor]:
@@ -166,19 +233,20 @@ class SavedBuckets:
 
     # Objects.
 
-    def _opened(self, opened: Callable[[Sequence[SavedValue]], list[Node]]) -> dict[Owner, dict[str, Node]]:
-        """The objects of each rank.
+    def _opened(
+        self, opened: Callable[[Sequence[SavedValue]], list[Node]], wanted: Sequence[str]
+    ) -> dict[Owner, dict[str, Node]]:
+        """The objects of these names of each rank.
 
         Raises:
             SourceError: `checkpoint.incomplete` for a rank that lacks one.
         """
-        wanted = ("optimizer", "per_bucket_numel", "per_bucket_numel_unpadded")
         places = [(owner, name) for owner in {**self._buffers, **self._objects} for name in wanted]
         for owner, name in places:
             if name not in self._objects.get(owner, {}):
                 raise SourceError(
                     "checkpoint.incomplete",
-                    f"the model-parallel rank {owner[1]} has buckets of an optimizer, and no object `{name}`",
+                    f"the model-parallel rank {owner[1]} has states of an optimizer, and no object `{name}`",
                     fix=_FIX,
                 )
         nodes = opened([self._objects[owner][name] for owner, name in places])
@@ -348,7 +416,7 @@ class Fit:
         self._in_order = in_order(weights, run)
         self._cuts: dict[str, Cut] = {}
         self._cuts_of_kinds: dict[object, Cut] = {}
-        self._known: dict[tuple[int, int, int], list[tuple[str, list[Member]]]] = {}
+        self._known: dict[tuple[int, int, int], list[_Group]] = {}
         """The parameters of each stage, in the order that is tried."""
         self._experts = self._count_experts()
         self.tied = run.pipeline > 1 and tied(weights)
@@ -377,7 +445,7 @@ class Fit:
                 held.setdefault(head, set()).add(tail.partition(".")[0])
         return {head: len(numbers) for head, numbers in held.items()}
 
-    def check_owners(self) -> None:
+    def check_owners(self, owners: Iterable[Owner]) -> None:
         """Refuse ranks that the arguments of the run do not have.
 
         Raises:
@@ -387,7 +455,7 @@ class Fit:
         wanted = {(0, rank) for rank in range(run.tensor * run.pipeline)}
         if run.experts > 1:
             wanted |= {(1, rank) for rank in range(run.expert_tensor * run.experts * run.pipeline)}
-        if (found := {*self._lengths}) != wanted:
+        if (found := {*owners}) != wanted:
             raise LayoutError(
                 f"the arguments of the run make {len(wanted)} model-parallel ranks (tensor {run.tensor}, pipeline "
                 f"{run.pipeline}, expert {run.experts}), and the file has {len(found)}"
@@ -443,8 +511,8 @@ class Fit:
         except CutError as error:
             raise LayoutError(f"{printable(name)}: {error}") from error
 
-    def _members(self, order: Sequence[str], owner: Owner) -> list[tuple[str, list[Member]]]:
-        """The parameters of each buffer of a rank, in the order of buffers, each with their element type."""
+    def _members(self, order: Sequence[str], owner: Owner) -> list[_Group]:
+        """The parameters of each buffer of a rank, in the order of buffers."""
         run, (chained, rank) = self._run, owner
         inner = run.tensor if not chained else run.expert_tensor * run.experts
         stage, expert_rank = rank // inner, rank % inner // run.expert_tensor if chained else 0
@@ -454,11 +522,12 @@ class Fit:
             self._known[key] = self._members_of(order, owner, stage, expert_rank)
         return self._known[key]
 
-    def _members_of(
-        self, order: Sequence[str], owner: Owner, stage: int, expert_rank: int
-    ) -> list[tuple[str, list[Member]]]:
-        chunks = range(self._run.chunks)
-        return [one for c in chunks for one in self.members_in(c, order, owner, stage, expert_rank).items()]
+    def _members_of(self, order: Sequence[str], owner: Owner, stage: int, expert_rank: int) -> list[_Group]:
+        return [
+            _Group(stage, chunk, dtype, members)
+            for chunk in range(self._run.chunks)
+            for dtype, members in self.members_in(chunk, order, owner, stage, expert_rank).items()
+        ]
 
     def members_in(
         self, chunk: int, order: Sequence[str], owner: Owner, stage: int, expert_rank: int
@@ -486,17 +555,47 @@ class Fit:
     # Places.
 
     def places(self) -> _Places:
-        """The places of all parameters, by rank and buffer.
+        """The places of all parameters in buckets, by rank and buffer.
 
         Raises:
             LayoutError: No order of registration fits what the files say, or several fit with different places.
         """
+        return self._fitting(self._lengths, self._places_of)
+
+    def places_in_vectors(self, buffers: Mapping[Owner, Sequence[BufferVectors]]) -> _Places:
+        """The places of all parameters in vectors that hold the buckets of a buffer one after another.
+
+        Raises:
+            LayoutError: As `places`.
+        """
+
+        def places_of(order: Sequence[str], owner: Owner) -> _Places:
+            groups = self._groups_of(order, owner, [b.dtype for b in buffers[owner]])
+            found: _Places = {}
+            for number, (group, buffer) in enumerate(zip(groups, buffers[owner], strict=True)):
+                sizes = self._run.bucket_sizes(group.stage, group.chunk, self._elements(order))
+                try:
+                    found[owner, number] = slots_in_vector(group.members, sizes, buffer.numel)
+                except LayoutError as error:
+                    raise LayoutError(f"model-parallel rank {owner[1]}, buffer {number}: {error}") from error
+            return found
+
+        return self._fitting(buffers, places_of)
+
+    def _elements(self, order: Sequence[str]) -> int:
+        """The elements of all parameters of the first rank, where the arguments ask for a number of buckets; else 0."""
+        if self._run.common.number("ddp_num_buckets") is None:
+            return 0
+        first = [(0, 0), (1, 0)] if self._run.experts > 1 else [(0, 0)]
+        return sum(m.numel for owner in first for group in self._members(order, owner) for m in group.members)
+
+    def _fitting(self, owners: Iterable[Owner], places_of: Callable[[Sequence[str], Owner], _Places]) -> _Places:
         fitting: list[_Places] = []
         problem: LayoutError | None = None
         for order in self.orders():
             self._known.clear()
             try:
-                found = {k: v for owner in self._lengths for k, v in self._places_of(order, owner).items()}
+                found = {k: v for owner in owners for k, v in places_of(order, owner).items()}
             except LayoutError as error:
                 problem = problem or error
                 continue
@@ -508,19 +607,28 @@ class Fit:
             raise problem or LayoutError("no order of parameters is known")
         return fitting[0]
 
-    def _places_of(self, order: Sequence[str], owner: Owner) -> _Places:
-        members, lengths, buffers = self._members(order, owner), self._lengths[owner], self._buffers.get(owner, {})
-        types = [buffers[number].dtype for number in range(len(lengths))]
-        if [dtype for dtype, _ in members] != types:
+    def _groups_of(self, order: Sequence[str], owner: Owner, types: Sequence[str]) -> list[_Group]:
+        """The parameters of the buffers of a rank, which hold parameters of these types.
+
+        Raises:
+            LayoutError: The parameters are of others.
+        """
+        groups = self._members(order, owner)
+        if [group.dtype for group in groups] != [*types]:
             raise LayoutError(
-                f"model-parallel rank {owner[1]} should have {len(members)} buffers of the types "
-                f"{', '.join(d for d, _ in members)}, and the file has {', '.join(types) or 'none'}"
+                f"model-parallel rank {owner[1]} should have {len(groups)} buffers of the types "
+                f"{', '.join(g.dtype for g in groups)}, and the file has {', '.join(types) or 'none'}"
             )
+        return groups
+
+    def _places_of(self, order: Sequence[str], owner: Owner) -> _Places:
+        lengths, buffers = self._lengths[owner], self._buffers.get(owner, {})
+        groups = self._groups_of(order, owner, [buffers[number].dtype for number in range(len(lengths))])
         ranks = self._run.data_ranks if owner[0] == 0 else self._run.expert_data_ranks
         found: _Places = {}
-        for number, ((_, held), buckets) in enumerate(zip(members, lengths, strict=True)):
+        for number, (group, buckets) in enumerate(zip(groups, lengths, strict=True)):
             try:
-                slots = slots_of(held, buckets)
+                slots = slots_of(group.members, buckets)
                 for at, bucket in enumerate(buckets):
                     within = [s for s in slots if s.bucket == at]
                     for vector in buffers[number].buckets[at].values():

@@ -4,9 +4,14 @@ The tensors are those of a distributed checkpoint of torch under names of Megatr
 axis of layers in front, `optimizer.state.exp_avg.decoder.…` is a moment of it. The chunks of all ranks are boxes of
 these tensors, so that nothing here asks for the layout of the run.
 
+States of the kind `fully_sharded_model_space` (0.14 and older) have the same keys, and a shape of their own: each part
+of a parameter is one row, whose elements data-parallel ranks share.
+
 Source: megatron-core 0.16.1 and 0.19.2 `dist_checkpointing/strategies/torch.py` (`mcore_to_pyt_state_dict`: keys, and
 `KEY/shard_OFFSETS_SHAPE` for objects), `optimizer/distrib_optimizer.py` (`sharded_param_state_fully_reshardable`),
-`optimizer/optimizer.py` (`fp32_param` of a plain optimizer); verified by running both.
+`optimizer/optimizer.py` (`fp32_param` of a plain optimizer; `ChainedOptimizer.sharded_state_dict`: the prefix
+`chained_N.` of older saves); 0.12.3 to 0.14.0 `dist_checkpointing/strategies/resharding.py`
+(`nd_flattened_tensor_reformulated_global_shape`); verified by running 0.13.1, 0.14.0, 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from reshard_engine.formats.dcp_files.saved_state import (
     open_values,
     read_state,
 )
-from reshard_engine.formats.dcp_files.tensors import ChunkTensors
+from reshard_engine.formats.dcp_files.tensors import ChunkTensors, restored_boxes
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer
 from reshard_engine.formats.megatron.across import (
     BACK,
@@ -75,7 +80,8 @@ from reshard_engine.tensors.layout import KnownFiles
 from reshard_engine.tensors.shard_map import Boxes, LogicalTensor, ShardMapBuilder, add_boxes
 
 _MOST_BYTES = 1 << 16
-_STATES = "optimizer.state."
+_STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.(.+?)\.(.+)")
+"""The key of a state of one parameter: the state's name, and the parameter's key."""
 _OF_SOURCES = frozenset({"damaged", "hf_rules"})
 """Options that other targets take, too."""
 _ARGS = "megatron_args"
@@ -87,12 +93,8 @@ _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
 """The begin of a key that stands for all layers; others have a number there, and may have an axis of experts."""
 _EXTRA_STATE = "._extra_state"
 _OBJECT_REASON = "an object that only Megatron-core reads"
-_BUCKETS_REASON = (
-    "its optimizer is in buckets of data-parallel ranks (dp_reshardable), which hold no names of parameters"
-)
 _NAMES = (NameScheme.HUGGING_FACE, NameScheme.MEGATRON_CORE)
-_OLD_TYPES = ("dp_zero_gather_scatter", "fully_sharded_model_space")
-_OLD_OBJECTS = ".param_state/shard_"
+_MODEL_SPACE = "fully_sharded_model_space"
 _WEIGHTS_ALONE = (
     "--to safetensors takes the weights alone; or save once with --dist-ckpt-optim-fully-reshardable, which keeps names"
 )
@@ -179,25 +181,18 @@ class _Assembly:
         self._unread: Undecided | None = None
 
     @property
-    def _old_type(self) -> str:
-        """How the optimizer was saved, if in a way that nothing reads; else empty."""
-        flattened = any(t.part.metadata.original_shapes for t in self._state.tensors)
-        said = self._common.sharding_type or ""
-        held = any(_OLD_OBJECTS in key for key in self._values)
-        return said if said in _OLD_TYPES else _OLD_TYPES[1] if flattened else _OLD_TYPES[0] if held else ""
-
-    @property
     def _kind(self) -> str:
         """The name of these files for people, and for `ensure`.
 
-        It ends with how the optimizer was saved, if that asks for the same tensor and pipeline parallelism.
+        It ends with how the optimizer was saved, if that asks for the same tensor and pipeline parallelism, or for a
+        version up to 0.15.
         """
-        of_layout = "dp_reshardable" if self._buckets.found else self._old_type
-        return "-".join(["megatron-torch-dist", *([of_layout.replace("_", "-")] if of_layout else [])])
+        flattened = any(t.part.metadata.original_shapes for t in self._state.tensors)
+        said = self._buckets.kind or (_MODEL_SPACE if flattened else "")
+        return "-".join(["megatron-torch-dist", *([said.replace("_", "-")] if said else [])])
 
     def _wanted(self) -> list[SavedTensor]:
-        unread = (_STATES,) if self._old_type else ()
-        return [t for t in self._state.tensors if not is_of_buckets(t.entry.key) and not t.entry.key.startswith(unread)]
+        return [t for t in self._state.tensors if not is_of_buckets(t.entry.key)]
 
     def _common_node(self, location: Location, listing: Listing) -> Node:
         """The common state: a file up to 0.18, an object of the distributed checkpoint from 0.19 on.
@@ -265,8 +260,7 @@ class _Assembly:
         for tensor in self._wanted():
             key, state = _key_and_state(tensor.entry.key)
             if (half := half_of(key)) is None:
-                boxes = self._chunks.boxes(key, state, [tensor])
-                found += self._taken(key, _Stored(Entry(key), state, boxes, tensor.entry.dtype, tensor.entry.shape))
+                found += self._taken(key, self._stored(key, state, tensor))
             else:
                 halves.setdefault((half[0], state), [None, None])[half[1]] = tensor
         for (key, state), pair in halves.items():
@@ -278,18 +272,26 @@ class _Assembly:
         for at in sorted(range(len(found)), key=layers.__getitem__):
             self._register(found[at])
 
+    def _stored(self, key: str, state: str, tensor: SavedTensor) -> _Stored:
+        """A tensor as boxes, in the shape that the parameter has."""
+        boxes, entry = self._chunks.boxes(key, state, [tensor]), tensor.entry
+        original = tensor.part.metadata.original_shapes.get(entry.key)
+        if original is None:
+            return _Stored(Entry(key), state, boxes, entry.dtype, entry.shape)
+        return _Stored(Entry(key), state, restored_boxes(boxes, entry, original), entry.dtype, original)
+
     def _joined(self, key: str, state: str, pair: Sequence[SavedTensor | None]) -> _Stored:
         """A gated unit whose halves were saved apart: the gate's rows, and then those of the other half."""
-        kinds = {None if half is None else (half.entry.shape, half.entry.dtype) for half in pair}
-        first, second = pair
+        first, second = (None if half is None else self._stored(key, state, half) for half in pair)
+        kinds = {None if half is None else (half.shape, half.dtype) for half in (first, second)}
         if len(kinds) > 1 or first is None or second is None:
             raise SourceError(
                 "checkpoint.incomplete",
                 f"of {printable(key)} the halves _w and _v are not both there, or differ in shape or type",
                 fix=_COPY_AGAIN,
             )
-        one, other = (self._chunks.boxes(key, state, [half]) for half in (first, second))
-        shape, moved = first.entry.shape, other.boxes.copy()
+        one, other = first.boxes, second.boxes
+        shape, moved = first.shape, other.boxes.copy()
         # Axes of layers and experts are in front of the rows.
         dim = len(shape) - (1 if key.endswith(".bias") else 2)
         moved[:, 0, dim] += shape[dim]
@@ -298,7 +300,7 @@ class _Assembly:
             for columns in ((one.boxes, moved), (one.file, other.file), (one.offset, other.offset))
         )
         whole = tuple(2 * n if d == dim else n for d, n in enumerate(shape))
-        return _Stored(Entry(key), state, Boxes(boxes, file, offset), first.entry.dtype, whole)
+        return _Stored(Entry(key), state, Boxes(boxes, file, offset), first.dtype, whole)
 
     def _taken(self, key: str, stored: _Stored) -> list[_Stored]:
         """The parameters of one entry."""
@@ -326,15 +328,14 @@ class _Assembly:
     # Parameters.
 
     def _read_groups(self) -> ReadGroups | None:
-        if kind := self._old_type:
-            reason = f"its optimizer was saved as {kind}, which reshard does not read"
-            self._unread = Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE)
-            return None
         if self._buckets.found:
             try:
                 more = self._buckets.read(self._opened, self._whole, self._common, self._model)
             except LayoutError as error:
-                reason = f"{_BUCKETS_REASON}, and their places in it are not proven: {error}"
+                reason = (
+                    f"its optimizer is in {self._buckets.what} ({self._buckets.kind}), which hold no names of "
+                    f"parameters, and their places in it are not proven: {error}"
+                )
                 self._unread = Undecided(Question.OPTIMIZER, reason, _WEIGHTS_ALONE)
                 return None
             return read_groups(self._common, self._model.dims(), more)
@@ -374,10 +375,9 @@ class _Assembly:
 
 def _key_and_state(key: str) -> tuple[str, str]:
     """The model's key of an entry, and the state: `weight` for the model's own tensor."""
-    if not key.startswith(_STATES):
+    if (match := _STATE.fullmatch(key)) is None:
         return key, "weight"
-    state, _, rest = key[len(_STATES) :].partition(".")
-    return rest, "fp32" if state in _MASTERS else checked_state(state)
+    return match[2], "fp32" if match[1] in _MASTERS else checked_state(match[1])
 
 
 class Megatron(Format):

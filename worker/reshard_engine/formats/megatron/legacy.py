@@ -119,11 +119,13 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class _States:
+class VectorFile:
     """A file of optimizer states, and its number in the shard map."""
 
     parsed: TorchFile
     number: int
+    begin: int = 0
+    """Where it begins, if it is a part of another file."""
 
 
 class LegacyReader:
@@ -535,48 +537,42 @@ class _Assembly:
                 continue
             if kind == 0 and file.rank.expert:
                 raise LayoutError(f"{name} holds states that the first expert-parallel rank holds as well")
-            found += self._buffers(file, _States(optimizer, number), node, of_experts=kind == 1)
+            found += self._buffers(file, VectorFile(optimizer, number), node, of_experts=kind == 1)
         return found
 
     def _buffers(
-        self, file: _File, source: _States, node: Node, *, of_experts: bool
+        self, file: _File, source: VectorFile, node: Node, *, of_experts: bool
     ) -> list[tuple[_Held, str, Rank, int]]:
         """The states in the vectors of one optimizer, registered under the names that the layout of buffers gives."""
         name = printable(source.parsed.file.name)
-        buffers = {k: v for k, v in mapping_items(node, what=name).items() if k != "buckets_coalesced"}
-        if mapping_items(node, what=name).get("buckets_coalesced") is not True:
-            raise LayoutError(f"{name} holds a list for each bucket, as Megatron-LM wrote before February 2024")
+        buffers = buffers_of(node, name)
         wanted = [
             (chunk, dtype, held)
             for chunk, weights in enumerate(file.chunks)
             for dtype, held in self._by_type(weights, of_experts=of_experts).items()
         ]
-        if [*buffers] != [*range(len(wanted))]:
+        if len(buffers) != len(wanted):
             raise LayoutError(f"{name} holds {len(buffers)} buffers, and the model makes {len(wanted)}")
         every = sum(h.tensor.numel for chunk in file.chunks for h in chunk)
         found: list[tuple[_Held, str, Rank, int]] = []
-        for (chunk, dtype, weights), buffer in zip(wanted, buffers.values(), strict=True):
-            vectors, stored = _vectors_of(buffer, dtype, name)
+        for (chunk, dtype, weights), buffer in zip(wanted, buffers, strict=True):
+            if buffer.dtype != dtype:
+                raise LayoutError(f"{name} has a buffer of {buffer.dtype or 'another type'} for parameters of {dtype}")
             members = [Member(_label(h), h.tensor.numel, self._is_alone(file, h)) for h in weights]
             try:
-                slots = slots_in_vector(members, self._run.bucket_sizes(file.rank.stage, chunk, every), stored)
+                slots = slots_in_vector(members, self._run.bucket_sizes(file.rank.stage, chunk, every), buffer.numel)
             except LayoutError as error:
                 raise LayoutError(f"{name}, buffer of {dtype} of chunk {chunk}: {error}") from error
             labelled = {_label(h): h for h in weights}
-            for state, vector in vectors.items():
+            for state, vector in buffer.vectors.items():
                 for slot in slots:
                     held = labelled[slot.name]
-                    found.append((held, state, file.rank, self._piece(held, state, vector, slot, source)))
+                    place = replace(slot, name=held.name)
+                    number = add_from_vector(
+                        self._builder, place, state, held.tensor.shape, vector=vector, source=source
+                    )
+                    found.append((held, state, file.rank, number))
         return found
-
-    def _piece(self, held: _Held, state: str, vector: PTensor, slot: Slot, source: _States) -> int:
-        """Register one parameter's part of a vector."""
-        dtype = BY_NAME[vector.dtype]
-        number = self._builder.tensor(held.name, state, dtype, held.tensor.shape)
-        offset = source.parsed.tensor_offset(vector) + slot.begin * dtype.itemsize_bytes
-        one = [np.array([v], dtype=np.int64) for v in (number, 0, slot.end - slot.begin, source.number, offset)]
-        self._builder.pieces(one[0], one[1], one[2], file=one[3], offset=one[4])
-        return number
 
     def _by_type(self, weights: Sequence[_Held], *, of_experts: bool) -> dict[str, list[_Held]]:
         """The trained weights of one optimizer by element type, in the order of their registration."""
@@ -742,18 +738,45 @@ def _numbered(node: Node, name: str) -> dict[int, dict[str, PTensor]]:
     return found
 
 
-def _vectors_of(buffer: Node, dtype: str, name: str) -> tuple[dict[str, PTensor], int]:
-    """The vectors of a buffer by state, and their length.
+@dataclass(frozen=True, slots=True)
+class BufferVectors:
+    """The states of one buffer, as vectors over all of its buckets."""
+
+    dtype: str
+    """Element type of its parameters; empty for another one than torch's."""
+    vectors: Mapping[str, PTensor]
+    """By state."""
+    numel: int
+    """Elements of each vector."""
+
+
+def buffers_of(node: Node, name: str) -> list[BufferVectors]:
+    """The buffers of one distributed optimizer, in their order.
+
+    Args:
+        node: The dict that `get_parameter_state_dp_zero` makes.
+        name: Where it is, for messages.
 
     Raises:
-        LayoutError: They are of other element types than the parameters.
+        LayoutError: The vectors are of another form, or not floating.
         SourceError: `checkpoint.malformed` for vectors of other lengths than the file says.
     """
+    items = mapping_items(node, what=name)
+    if items.pop("buckets_coalesced", None) is not True:
+        raise LayoutError(f"{name} holds a list for each bucket, as Megatron-LM wrote before February 2024")
+    numbered = [items[number] for number in range(len(items)) if number in items]
+    if len(numbered) != len(items):
+        wanted = max((n for n in items if isinstance(n, int)), default=0) + 1
+        raise LayoutError(f"{name} holds {len(items)} buffers, and the model makes {wanted}")
+    return [_vectors_of(one, name) for one in numbered]
+
+
+def _vectors_of(buffer: Node, name: str) -> BufferVectors:
     pairs = list(zip(buffer.pairs[::2], buffer.pairs[1::2], strict=True)) if isinstance(buffer, PDict) else []
     kinds = [k.items[0] if isinstance(k, PTuple) and k.items else k for k, _ in pairs]
-    said = [k.name if isinstance(k, Global) and k.module == "torch" else "another" for k in kinds]
-    if said != [dtype]:
-        raise LayoutError(f"{name} has a buffer of {listed(said) or 'nothing'} for parameters of {dtype}")
+    if len(pairs) != 1:
+        raise LayoutError(f"{name} has a buffer of {len(pairs)} element types")
+    said = kinds[0].name if isinstance(kinds[0], Global) and kinds[0].module == "torch" else ""
     items = mapping_items(pairs[0][1], what=name)
     stored = items.pop("numel_unpadded", None)
     vectors: dict[str, PTensor] = {}
@@ -772,4 +795,25 @@ def _vectors_of(buffer: Node, dtype: str, name: str) -> tuple[dict[str, PTensor]
         raise SourceError(
             "checkpoint.malformed", f"{name} has a buffer without masters", fix="the file is damaged: copy it again"
         )
-    return vectors, stored
+    return BufferVectors(said, vectors, stored)
+
+
+def add_from_vector(
+    builder: ShardMapBuilder, slot: Slot, state: str, shape: tuple[int, ...], *, vector: PTensor, source: VectorFile
+) -> int:
+    """Register one parameter's part of a vector; returns the tensor's number.
+
+    Args:
+        builder: The tensors of the checkpoint.
+        slot: The place in the vector, under the parameter's name.
+        state: The state.
+        shape: The shape of the part.
+        vector: The vector.
+        source: The file that holds it.
+    """
+    dtype = BY_NAME[vector.dtype]
+    number = builder.tensor(slot.name, state, dtype, shape)
+    offset = source.begin + source.parsed.tensor_offset(vector) + slot.begin * dtype.itemsize_bytes
+    one = [np.array([v], dtype=np.int64) for v in (number, 0, slot.end - slot.begin, source.number, offset)]
+    builder.pieces(one[0], one[1], one[2], file=one[3], offset=one[4])
+    return number
