@@ -146,8 +146,8 @@ AT_MOST = {
     # their names (`megatron.huggingface`).
     # Three for what Megatron-core loads: entries, the parts of ranks, and the files of these.
     # One for runs of Megatron-DeepSpeed that go on there (`megatron.across`).
-    # One for targets that are never written (`operations.virtual`).
-    "modules": 269,
+    # Two for targets that are never written (`operations.virtual`) and programs that load them (`operations.loading`).
+    "modules": 270,
     # 25, and two of these: the parts of ranks, and shifted states.
     "modules with one importer, in the same package": 27,
     "files in the largest folder": 15,
@@ -155,7 +155,7 @@ AT_MOST = {
     "modules of dcp's reader and metadata": 12,
     "modules outside reshard.cli that import it": 0,
     "modules of the client in circles": 0,
-    "imports inside functions": 62,
+    "imports inside functions": 63,
 }
 AT_LEAST = {"median lines of a module": 180}
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from reshard.api.client import Client
     from reshard.choices import JobState, OpaquePolicy, TargetFormat, WeightDtype
     from reshard.draw.layout import Picture
-    from reshard.ensuring.call import ensure
+    from reshard.ensuring.call import direct, ensure
     from reshard.errors import (
         CODES,
         ExitCode,
@@ -73,6 +73,7 @@ __all__ = [
     "__version__",
     "convert",
     "diff",
+    "direct",
     "ensure",
     "inspect",
     "open_layout",
@@ -97,6 +98,7 @@ _HOME = {
     "Client": "reshard.api.client",
     "Picture": "reshard.draw.layout",
     "VirtualCheckpoint": "reshard.local",
+    "direct": "reshard.ensuring",
     "ensure": "reshard.ensuring",
 }
 """The module of each public name; names that are not here are models."""

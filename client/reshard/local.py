@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -122,6 +123,14 @@ class Loading(Protocol):
         self, engine: Any, request: ConvertRequest, arguments: Mapping[str, Any], *, compare: bool
     ) -> tuple[Any, Any]:
         """Call the `load_checkpoint` of an engine of DeepSpeed on a target that is never written."""
+        ...
+
+    def stubs(self, request: ConvertRequest, *, compare: bool) -> Any:
+        """Make a directory of stubs, which stand for the files of the request's target, at the target."""
+        ...
+
+    def serving(self, made: Sequence[Any]) -> AbstractContextManager[None]:
+        """Let frameworks of this process load stubs as if they were files."""
         ...
 
 

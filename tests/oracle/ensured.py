@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ def trainer(
     plain: bool = False,
     lora: bool = False,
     optim: str = "adamw_torch",
+    direct: bool = False,
 ) -> dict[str, Any]:
     """Trains to the end under ``Trainer``, from the start or from ``reshard.ensure(source)``.
 
@@ -109,6 +111,7 @@ def trainer(
         plain: resume from the source itself.
         lora: train an adapter of PEFT; the Trainer then leaves the frozen weights out of what DeepSpeed saves.
         optim: the Trainer's name of the optimizer.
+        direct: by ``reshard.direct`` in place of ``ensure``; a file that is opened below ``source`` to write fails.
 
     Returns:
         ``losses`` by step, and the ``path`` that was resumed from.
@@ -134,14 +137,48 @@ def trainer(
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=["c_attn"], fan_in_fan_out=True))
     run = Trainer(model=model, args=arguments, train_dataset=Rows(GLOBAL_ROWS * STEPS))
-    path = source if source is None or plain else reshard.ensure(source, dp=dp)
-    run.train(resume_from_checkpoint=path)
+    with _resumed_from(source, direct=direct, plain=plain, dp=dp) as path:
+        run.train(resume_from_checkpoint=path)
     log = [entry for entry in run.state.log_history if "loss" in entry]
     return {"path": path, "losses": {str(e["step"]): [e["loss"], e["learning_rate"]] for e in log}}
 
 
+@contextmanager
+def _resumed_from(source: str | None, *, direct: bool, plain: bool = False, **given: Any) -> Iterator[str | None]:
+    """The path to resume from, by ``ensure`` or by ``direct``."""
+    if source is None or plain:
+        yield source
+    elif direct:
+        watch_writes(source)
+        with reshard.direct(source, **given) as path:
+            yield path
+    else:
+        yield reshard.ensure(source, **given)
+
+
+def watch_writes(folder: str) -> None:
+    """Fail whatever opens a file below a folder to write, makes a directory there, or renames into it."""
+    within = os.path.join(os.path.realpath(folder), "")
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event in ("os.mkdir", "os.rename", "os.link", "os.symlink", "os.remove", "os.truncate")
+        if event == "open":
+            mode, flags = arguments[1], arguments[2]
+            opened = flags if isinstance(flags, int) else 0
+            writes = bool(opened & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)) or any(c in (mode or "") for c in "wax+")
+        if writes and any(isinstance(a, str) and os.path.abspath(a).startswith(within) for a in arguments[:2]):
+            raise PermissionError(f"{event} below {folder}: {arguments}")
+
+    sys.addaudithook(hook)
+
+
 def accelerate(
-    folder: str, stage: int, source: str | None = None, device: str | None = None, universal: bool = False
+    folder: str,
+    stage: int,
+    source: str | None = None,
+    device: str | None = None,
+    universal: bool = False,
+    direct: bool = False,
 ) -> dict[str, Any]:
     """Trains to the end under ``Accelerator``, from the start or from ``load_state(reshard.ensure(source))``.
 
@@ -151,6 +188,7 @@ def accelerate(
         source: a state of a run on another number of ranks.
         device: where the optimizer's states are offloaded to; nowhere if None.
         universal: ``source`` is a universal checkpoint, and is loaded as it is.
+        direct: by ``reshard.direct``, as above.
 
     Returns:
         ``losses`` (mean over ranks) and learning rates by step, the ``path`` that was resumed from, and ``drawn``: a
@@ -178,8 +216,8 @@ def accelerate(
     torch.manual_seed(100 + rank)
     path, first, drawn = None, 0, 0.0
     if source is not None:
-        path = source if universal else reshard.ensure(source)
-        accelerator.load_state(path)
+        with _resumed_from(source, direct=direct, plain=universal) as path:
+            accelerator.load_state(path)
         first, drawn = SAVED_STEP, float(torch.rand(1))
     losses: dict[str, list[float]] = {}
     for step in range(first, STEPS):

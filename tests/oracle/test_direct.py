@@ -14,14 +14,16 @@ import pytest
 
 from house.tiers import rest_full
 from oracle.cases import Case
-from oracle.conversions import UniversalFactory, assert_native_continues
+from oracle.conversions import UniversalFactory, agree, assert_native_continues
 from oracle.dcp_cases import RUNS, Mesh
 from oracle.dcp_driver import FsdpOracle, Job, problems, zero_run
 from oracle.driver import Oracle, ParallelOracle
 from oracle.fixtures import SavedFactory, TrainedFactory, TrainedOn
+from oracle.launcher import Worlds
 from oracle.parallel_cases import GPT_CASES, Layout
 from oracle.test_convert_native import ALWAYS, EVERYTHING, STAGE_CHANGES
 from oracle.test_dcp_across import assert_goes_on
+from oracle.test_ensure_frameworks import NEW, OLD, losses, rates, went_on_alike
 from oracle.truth import Resumed, differences, meta_differences
 
 SAMPLE = (
@@ -152,3 +154,33 @@ def test_a_run_of_fsdp_goes_on_under_deepspeed(
     source = saved("fsdp2_tp")
     resumed = fsdp.resume("zero", zero_run(stage, source.run, 3), source.path("nested"), tmp_path / "out", direct={})
     assert_goes_on(source, resumed)
+
+
+@pytest.mark.parametrize("stage", rest_full((1, 2, 3), 3))
+def test_the_trainer_resumes_without_a_conversion(stage: int, worlds: Worlds, tmp_path: Path) -> None:
+    through = tmp_path / "through"
+    kwargs: dict[str, Any] = {"stage": stage, "timeout_s": 240}
+    uninterrupted = worlds.run("oracle.ensured:trainer", world=OLD, folder=str(through), **kwargs)[0]
+    before = _files(through / "checkpoint-3")
+    kwargs |= {"folder": str(tmp_path / "resumed"), "source": str(through / "checkpoint-3"), "direct": True}
+    run = worlds.run("oracle.ensured:trainer", world=NEW, dp=NEW, **kwargs)[0]
+    assert rates(run) == rates(uninterrupted)
+    assert agree(losses(run), losses(uninterrupted), significant=6)
+    assert _files(through / "checkpoint-3") == before
+    assert not Path(run["path"]).exists()
+    went_on_alike(tmp_path / "resumed" / "checkpoint-6", through / "checkpoint-6")
+
+
+@pytest.mark.parametrize("stage", rest_full((1, 2, 3), 2))
+def test_accelerate_resumes_without_a_conversion(stage: int, worlds: Worlds, tmp_path: Path) -> None:
+    through = tmp_path / "through"
+    kwargs: dict[str, Any] = {"stage": stage, "timeout_s": 240}
+    saved = worlds.run("oracle.ensured:accelerate", world=OLD, folder=str(through), **kwargs)
+    before = _files(through / "state")
+    kwargs |= {"folder": str(tmp_path / "resumed"), "source": str(through / "state"), "direct": True}
+    results = worlds.run("oracle.ensured:accelerate", world=NEW, **kwargs)
+    assert rates(results[0]) == rates(saved[0])
+    assert agree(losses(results[0]), losses(saved[0]), significant=6)
+    assert [run["drawn"] for run in results] == [saved[rank % OLD]["drawn"] for rank in range(NEW)]
+    assert _files(through / "state") == before
+    went_on_alike(tmp_path / "resumed" / "last", through / "last")

@@ -10,19 +10,21 @@ It is a function and not a callback, because Trainer and Accelerate load DeepSpe
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import shlex
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Unpack
 
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.declared import choices_of_source, declared_options, present_names
-from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
+from reshard.ensuring.converters import Converter, Deadline, DirectLoader, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.local_checkpoints import (
     STEP,
@@ -102,6 +104,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     timeout_s: float | None = None,
     workers: EnsureWorkers | str = EnsureWorkers.AUTO,
     memory_limit: int | str | None = None,
+    direct: bool = False,
     **given: Unpack[ChoiceKeywords],
 ) -> str:
     """Return the path of a checkpoint in the wanted layout. Every process of a run may call this; one converts.
@@ -136,6 +139,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
             4 GiB or more, else one process; `1`: one process; `nodes`: one of each node, whatever the size.
         memory_limit: Memory for buffers and metadata of a process that converts: bytes, or a text such as `"1GiB"` (the
             default).
+        direct: Convert nothing: return a path that this process, until it ends, loads from the source (see
+            `reshard.direct`). `out`, `url`, `timeout_s` and `workers` have nothing to say then.
 
     Returns:
         `src` if it has the wanted layout; else the path of a finished conversion, an earlier one if it exists.
@@ -146,20 +151,126 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
             `request.target_exists` if `out` holds something else.
         JobError: `job.wait_timeout`.
     """
-    said: dict[str, Any] = {**given, **({} if framework is None else {"framework": framework})}
-    said = present_names(said, declared_options())
     name = None if tag is None else str(tag)
-    wanted = Wanted.of(
+    wanted = _wanted(
+        src, name, to, {**given, **({} if framework is None else {"framework": framework})},
         {
             "dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "dtype": dtype, "rules": rules,
             "family": family, "megatron_args": megatron_args, "opaque": opaque,
             "memory_limit_bytes": None if memory_limit is None else size_of(memory_limit),
         },
-        environ=os.environ,
-        loader=loader_of(src, name, to=to, framework=said.pop("framework", None)),
-        choices=source_of(src, {**said, "tag": name}).given(),
     )  # fmt: skip
-    return ensured(src, wanted, tag=name, out=out, url=url, timeout_s=timeout_s, workers=workers).path
+    if not direct:
+        return ensured(src, wanted, tag=name, out=out, url=url, timeout_s=timeout_s, workers=workers).path
+    if unused := next((n for n, v in (("out", out), ("url", url), ("timeout_s", timeout_s)) if v is not None), None):
+        raise RequestError(
+            "request.invalid", f"{unused} is for conversions, and direct=True makes none", fix="leave it out"
+        )
+    stack = ExitStack()
+    path = stack.enter_context(_opened(src, wanted, name, compare=True))
+    atexit.register(stack.close)
+    return path
+
+
+@takes_keywords(choices_of_source())
+@contextmanager
+def direct(  # noqa: PLR0913 - the options of the one call are its parameters
+    src: str | os.PathLike[str],
+    *,
+    dp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    zero_stage: ZeroStage | str | int | None = None,
+    dtype: WeightDtype | str | None = None,
+    to: str | None = None,
+    framework: str | None = None,
+    tag: str | int | None = None,
+    rules: str | None = None,
+    family: str | None = None,
+    opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
+    compare: bool = True,
+    **given: Unpack[ChoiceKeywords],
+) -> Generator[str]:
+    """Resume from a checkpoint of another layout without a conversion: what `ensure` would write is loaded directly.
+
+        with reshard.direct("run1/checkpoint-500") as path:
+            trainer.train(resume_from_checkpoint=path)
+
+    The path is a temporary directory with the names of the files. Within the block `torch.load` and torch's distributed
+    checkpoints read their contents from the source, in this process; small files are real. Nothing is written below the
+    source. Every process of the run must enter the block; each has a directory of its own.
+
+    A problem on one process of a DeepSpeed or FSDP run ends the load on all: DeepSpeed's `load_checkpoint` raises the
+    typed error on each of them, and torch a `CheckpointException` that holds it.
+
+    Args:
+        src: A local checkpoint, as for `ensure`.
+        dp: Data-parallel ranks, as for `ensure`, and so are the next ones.
+        tp: See `ensure`.
+        pp: See `ensure`.
+        ep: See `ensure`.
+        zero_stage: See `ensure`.
+        dtype: See `ensure`.
+        to: See `ensure`.
+        framework: See `ensure`.
+        tag: See `ensure`.
+        **given: Choices where the source's files leave several ways to read it.
+        rules: See `ensure`.
+        family: See `ensure`.
+        opaque: See `ensure`.
+        compare: Compare the copies and rounded masters of the source first, as conversions do. Rank 0 reads them.
+
+    Returns:
+        A context manager with the path: `src` itself if it has the wanted layout.
+
+    Raises:
+        SourceError: `checkpoint.incomplete`, and all errors of reading the source.
+        RequestError: As `ensure`; `request.unsatisfiable` for a source that is not local.
+    """
+    name = None if tag is None else str(tag)
+    wanted = _wanted(
+        src, name, to, {**given, **({} if framework is None else {"framework": framework})},
+        {
+            "dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "dtype": dtype, "rules": rules,
+            "family": family, "opaque": opaque,
+        },
+    )  # fmt: skip
+    with _opened(src, wanted, name, compare=compare) as path:
+        yield path
+
+
+@contextmanager
+def _opened(src: str | os.PathLike[str], wanted: Wanted, tag: str | None, *, compare: bool) -> Generator[str]:
+    """A directory of stubs in the wanted layout, which are served as long as the context lasts."""
+    path = local_path(os.fspath(src))
+    if path is None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{printable(os.fspath(src))} is not on this machine, and what lies beside it is not read from there",
+            fix="convert it: reshard.ensure(URL, out=DIR); or load it: "
+            "reshard.deepspeed.load_checkpoint(engine, URL), reshard.dcp.Reader(URL)",
+        )
+    found = find_source(path, tag, for_another_run=wanted.loader.kind is not None)
+    maker = DirectLoader(compare=compare)
+    with tempfile.TemporaryDirectory(prefix="reshard-", ignore_cleanup_errors=True) as place:
+        task = _Task(wanted, maker, Deadline(None), Sharing(EnsureWorkers.ONE, Launch.of({}), possible=False))
+        path = _Local(task, os.fspath(src), found, place).open(place)
+        with maker.serving():
+            yield path
+
+
+def _wanted(
+    src: str | os.PathLike[str], tag: str | None, to: str | None, choices: Mapping[str, Any], given: Mapping[str, Any]
+) -> Wanted:
+    """The wanted layout; `choices` are those of the source, and the framework that loads a distributed checkpoint."""
+    said = present_names(choices, declared_options())
+    return Wanted.of(
+        given,
+        environ=os.environ,
+        loader=loader_of(src, tag, to=to, framework=said.pop("framework", None)),
+        choices=source_of(src, {**said, "tag": tag}).given(),
+    )
 
 
 def loader_of(
@@ -511,6 +622,21 @@ class _Local:
         self._records.write(self._asked, target, finished=True)
         return made
 
+    def open(self, place: str) -> str:
+        """Fill a directory by a maker that writes no conversions; returns the path to load.
+
+        Raises:
+            ReshardError: As `run`.
+        """
+        wanted, found = self._task.wanted, self._inspected()
+        if all(fits(f, wanted.layout(f), wanted.dtype) for f in found):
+            return self._src
+        layout = self._completed(wanted.layout(found[-1]))
+        if isinstance(layout, DistributedLayout | RanksLayout) and not self._made_tags(layout):
+            place = os.path.join(place, self._source.tag.replace("/", "_"))
+        self._fill(place, layout, lambda request: self._task.maker.convert(request, "", lambda: False))
+        return self._returned(place)
+
     def _completed(self, layout: Layout) -> Layout:
         """The layout, for a framework that the files beside the source tell of, if the caller names none."""
         whole = self._source.distributed and not self._source.full
@@ -521,33 +647,41 @@ class _Local:
     def _convert(self, target: str, layout: Layout, key: str, size_bytes: int) -> None:
         """Fill a save directory: first the files beside the tags, then the tags, and `latest` last."""
         task, tags = self._task, self._made_tags(layout)
-        if isinstance(layout, NativeLayout):
-            with writing(target):
-                os.makedirs(target, exist_ok=True)
-            place_companions(self._source, target, layout.world_size)
         work = task.sharing.among_nodes(size_bytes)
         if work is not None:
             node, path = task.sharing.launch.node, self._records.relative(target)
             self._records.invite(self._asked, Invitation(nonce=self._nonce, node=node, path=path, layout=layout))
+
+        def convert(request: ConvertRequest) -> None:
+            own = _key(key, os.path.relpath(request.target, target))
+            task.maker.convert(request, own, lambda: finished(target, tags), work)
+
         try:
-            # Each conversion writes its tag into `latest` when it commits. Only our record is written after that.
-            for request in self._requests(target, layout):
-                own = _key(key, os.path.relpath(request.target, target))
-                task.maker.convert(request, own, lambda: finished(target, tags), work)
+            self._fill(target, layout, convert)
         finally:
             self._records.withdraw(self._asked)
-        if isinstance(layout, NativeLayout):
-            place_schedulers(target, tags)
-        elif self._source.step:
-            place_step(self._source, target)
-        elif isinstance(layout, MegatronLayout):
-            track(target, TRACKERS[0], str(int(self._source.tag.rpartition("_")[2])))
         if not finished(target, tags):
             raise IntegrityError(
                 "integrity.mismatch",
                 f"{printable(target)} is not whole after its conversion: `latest` or a manifest is missing",
                 fix="call again; if a service converted, check that it sees the same file system",
             )
+
+    def _fill(self, target: str, layout: Layout, convert: Callable[[ConvertRequest], None]) -> None:
+        """The files beside the tags, the tags, and what names them."""
+        if isinstance(layout, NativeLayout):
+            with writing(target):
+                os.makedirs(target, exist_ok=True)
+            place_companions(self._source, target, layout.world_size)
+        # Each conversion writes its tag into `latest` when it commits. Only a record is written after that.
+        for request in self._requests(target, layout):
+            convert(request)
+        if isinstance(layout, NativeLayout):
+            place_schedulers(target, self._made_tags(layout))
+        elif self._source.step:
+            place_step(self._source, target)
+        elif isinstance(layout, MegatronLayout):
+            track(target, TRACKERS[0], str(int(self._source.tag.rpartition("_")[2])))
 
     def _refuse_foreign(self, target: str, key: str) -> None:
         """Refuse a directory of the user that holds another checkpoint, before its neighbours are replaced.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.declared import options_of_ensure
 from reshard.errors import JobError, RequestError, ReshardError, printable
@@ -168,6 +168,33 @@ class LocalConverter:
         """
         with _fixes_for_ensure(request.source, _flags_of(request)):
             load_engine().convert(request, work=work, should_stop=lambda: self._deadline.passed() or ended())
+
+
+class DirectLoader:
+    """Converts nothing: its targets are directories of stubs, whose contents this process loads from the source."""
+
+    def __init__(self, *, compare: bool) -> None:
+        """Begin without targets. `compare`: compare what must agree in each source first, as conversions do."""
+        self._compare = compare
+        self._stubs: list[Any] = []
+
+    def inspect(self, source: SourceSpec) -> Inspection:
+        """Describe the checkpoint from its metadata."""
+        with _fixes_for_ensure(source, {}):
+            return load_engine().inspect(source)
+
+    def convert(
+        self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None
+    ) -> None:
+        """Lay the target out, and make its stubs. The other arguments have nothing to say."""
+        with _fixes_for_ensure(request.source, _flags_of(request)):
+            self._stubs.append(load_engine().loading().stubs(request, compare=self._compare))
+
+    @contextmanager
+    def serving(self) -> Generator[None]:
+        """Serve the targets as long as the block lasts."""
+        with load_engine().loading().serving(self._stubs):
+            yield
 
 
 class ServiceConverter:

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
+from importlib import import_module
 from math import prod
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -39,6 +41,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from reshard.choices import TargetFormat
 from reshard.errors import JobError, ReshardError, SourceError, printable
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.execute.gather import ReadItem as Elements, TensorReader
@@ -46,6 +49,7 @@ from reshard_engine.formats.dcp_files.metadata.model import METADATA_FILE
 from reshard_engine.formats.dcp_files.metadata.parse import parse_metadata
 from reshard_engine.operations.virtual import VirtualCheckpoint
 from reshard_engine.plan.budget import READ_BATCH_BYTES
+from reshard_engine.storage.urls import is_within
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import ZEROS
 from reshard_engine.tensors.views import Box, View
@@ -326,15 +330,14 @@ class StubDirectory:
     """A directory with the names of a virtual checkpoint's files, for loaders that open files by path.
 
     Small files whose bytes are all known are real. The others are holes of the right size, and `open` has their bytes.
-    Errors of the source are kept, and zeros stand for what was not read, until `raise_errors`: a loader that stopped
-    on one process would leave the others waiting in a collective call.
     """
 
-    def __init__(self, directory: str, layout: VirtualCheckpoint) -> None:
-        """Make the files. `directory` is the target's, which must not exist."""
-        self.directory = directory
+    def __init__(self, directory: str, layout: VirtualCheckpoint, to: str) -> None:
+        """Make the files. `directory` is that of the target, of the format `to`; it must not exist."""
+        self.to = to
+        self.directory = os.path.abspath(directory)
         self.layout = layout
-        self._errors: list[ReshardError] = []
+        self._errors: list[ReshardError] | None = None
         for file in layout.layout.files:
             path = os.path.join(directory, file.path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -352,44 +355,65 @@ class StubDirectory:
 
     def file_of(self, path: str | os.PathLike[str]) -> str | None:
         """The file of the virtual checkpoint that a path stands for; None for other paths."""
-        name = os.path.relpath(os.fspath(path), self.directory)
+        name = os.path.relpath(os.path.abspath(os.fspath(path)), self.directory)
         return name if name in self.layout.sizes else None
 
     def open(self, name: str) -> BinaryIO:
         """A file of the virtual checkpoint, whose reads keep their errors."""
         return self.layout.open(name, partial(self._read, name))
 
-    def raise_errors(self) -> None:
-        """Raise the first error that a read has kept.
+    def lies_in(self, directory: str | os.PathLike[str]) -> bool:
+        """True if this is the directory, or lies in it."""
+        return is_within(self.directory, os.path.abspath(os.fspath(directory)))
+
+    @contextmanager
+    def keeping_errors(self) -> Generator[None]:
+        """Keep errors of reads for `prove`, and read zeros in place of what was not read.
+
+        A loader that stopped on one process would leave the others waiting in a collective call.
+        """
+        self._errors = []
+        try:
+            yield
+        except BaseException:
+            self._errors = None
+            raise
+
+    def prove(self) -> None:
+        """Prove that what was read was the source's, and that the source is what it was.
 
         Raises:
-            ReshardError: See `VirtualCheckpoint.read_into`.
+            ReshardError: The first error that a read has kept; `source.changed`.
         """
-        if self._errors:
-            raise self._errors[0]
+        errors, self._errors = self._errors, None
+        if errors:
+            raise errors[0]
+        self.layout.prove_unchanged()
 
     def _read(self, name: str, offset: int, buffer: memoryview) -> None:
         try:
             self.layout.read_into(name, offset, buffer)
         except ReshardError as error:
+            if self._errors is None:
+                raise
             self._errors.append(error)
             self.layout.read_known(name, offset, buffer)
 
 
 class StubEngine:
-    """A checkpoint engine of DeepSpeed that loads stubs from their virtual checkpoints, and all else as before."""
+    """A checkpoint engine of DeepSpeed that loads stubs from their virtual checkpoint, and all else as before."""
 
-    def __init__(self, engine: Any, stubs: Sequence[StubDirectory]) -> None:
+    def __init__(self, engine: Any, made: StubDirectory) -> None:
         """Take the engine's own checkpoint engine, which loads the files' contents, too."""
-        self._engine, self._stubs = engine, stubs
+        self._engine, self._made = engine, made
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The contents of a file of `torch.save`."""
-        for stubs in self._stubs:
-            if (name := stubs.file_of(path)) is not None:
-                with stubs.open(name) as file:
-                    return self._engine.load(file, map_location)
-        return self._engine.load(path, map_location)
+        name = self._made.file_of(path)
+        if name is None:
+            return self._engine.load(path, map_location)
+        with self._made.open(name) as file:
+            return self._engine.load(file, map_location)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the engine's own."""
@@ -443,24 +467,137 @@ def load_into_deepspeed(
     Raises:
         ReshardError: See `together`. After an error of the source the engine holds no state to train on.
     """
-    layout = together(lambda: VirtualCheckpoint.prepare(request, compare=False))
-    place = tempfile.mkdtemp(prefix="reshard-")
     own = engine.checkpoint_engine
+    with tempfile.TemporaryDirectory(prefix="reshard-", ignore_cleanup_errors=True) as place:
+        made = stubs(request, compare=compare, home=place)
+        try:
+            engine.checkpoint_engine = StubEngine(own, made)
+            tag = os.path.basename(made.directory)
+            return _load_all(lambda: engine.load_checkpoint(place, tag, **arguments), made)
+        finally:
+            engine.checkpoint_engine = own
+            made.layout.close()
+
+
+def stubs(request: ConvertRequest, *, compare: bool, home: str | None = None) -> StubDirectory:
+    """Make a directory of stubs for the target of a request, on all processes of a run.
+
+    Args:
+        request: The conversion; its target is the directory, unless `home` is given.
+        compare: Compare copies and rounded masters of the source first, on rank 0.
+        home: A directory in which that of the stubs is made, with the tag of the target as its name.
+
+    Raises:
+        ReshardError: See `together`.
+    """
+    layout = together(lambda: VirtualCheckpoint.prepare(request, compare=False))
     try:
         together(lambda: _same_source(layout))
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        together(lambda: layout.compare() if compare and first else None)
+        together(lambda: layout.compare() if compare and _rank() == 0 else None)
         pointer = layout.layout.pointer
         tag = pointer.tag if pointer is not None else "checkpoint"
-        stubs = StubDirectory(os.path.join(place, tag), layout)
-        engine.checkpoint_engine = StubEngine(own, [stubs])
-        result: tuple[Any, Any] = together(lambda: engine.load_checkpoint(place, tag, **arguments))
-        together(lambda: _proven(stubs))
-    finally:
-        engine.checkpoint_engine = own
+        return StubDirectory(request.target if home is None else os.path.join(home, tag), layout, request.to)
+    except BaseException:
         layout.close()
-        shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    told = os.environ.get("RANK", "")
+    return int(told) if told.isdecimal() else 0
+
+
+def _load_all(load: Callable[[], _Value], made: StubDirectory) -> _Value:
+    """Load stubs on all processes of a run; zeros stand for what one of them could not read, and then all raise."""
+    with made.keeping_errors():
+        result = together(load)
+    together(made.prove)
     return result
+
+
+# Programs that load by path: stubs are served to all that `torch.load` and torch's distributed checkpoints open.
+
+
+@contextmanager
+def serving(made: Sequence[StubDirectory]) -> Generator[None]:
+    """Let `torch.load`, torch's distributed checkpoints and engines of DeepSpeed load stubs as if they were files.
+
+    Args:
+        made: The directories. They are closed after the block.
+    """
+
+    def found(path: object) -> tuple[StubDirectory, str] | None:
+        if not isinstance(path, str | os.PathLike):
+            return None
+        place = cast("str | os.PathLike[str]", path)
+        return next(((one, name) for one in made if (name := one.file_of(place)) is not None), None)
+
+    load: Callable[..., Any] = torch.load
+    create_stream: Any = FileSystem.create_stream  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+    @wraps(load)
+    def load_stub(f: Any, *arguments: Any, **more: Any) -> Any:
+        stub = found(f)
+        if stub is None:
+            return load(f, *arguments, **more)
+        with stub[0].open(stub[1]) as file:
+            return load(file, *arguments, **{**more, "mmap": None})
+
+    @contextmanager
+    def stream_of_stub(self: FileSystem, path: str | os.PathLike[str], mode: str) -> Generator[Any]:
+        stub = found(path) if mode == "rb" else None
+        if stub is None:
+            with create_stream(self, path, mode) as stream:
+                yield stream
+            return
+        with stub[0].open(stub[1]) as file:
+            yield file
+
+    with ExitStack() as undo:
+        undo.enter_context(_set(torch, "load", load_stub))
+        undo.enter_context(_set(FileSystem, "create_stream", stream_of_stub))
+        if any(one.to is TargetFormat.ZERO for one in made):
+            undo.enter_context(_agreeing(made))
+        try:
+            yield
+        finally:
+            for one in made:
+                one.layout.close()
+
+
+@contextmanager
+def _agreeing(made: Sequence[StubDirectory]) -> Generator[None]:
+    """Have `load_checkpoint` of DeepSpeed's engines raise on all processes what a stub's reads raise on one."""
+    engine: Any = import_module("deepspeed").DeepSpeedEngine
+    load: Callable[..., Any] = engine.load_checkpoint
+
+    @wraps(load)
+    def load_checkpoint(self: Any, load_dir: str, *arguments: Any, **more: Any) -> Any:
+        inside = [one for one in made if one.lies_in(load_dir)]
+        if not inside:
+            return load(self, load_dir, *arguments, **more)
+        with ExitStack() as kept:
+            for one in inside:
+                kept.enter_context(one.keeping_errors())
+            result = together(lambda: load(self, load_dir, *arguments, **more))
+        for one in inside:
+            together(one.prove)
+        return result
+
+    with _set(engine, "load_checkpoint", load_checkpoint):
+        yield
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Generator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _same_source(layout: VirtualCheckpoint) -> None:
@@ -478,8 +615,3 @@ def _same_source(layout: VirtualCheckpoint) -> None:
             f"the processes of the run have found {len(digests)} different checkpoints at {layout.checkpoint.url}",
             fix="wait until the training run has finished saving, then load again",
         )
-
-
-def _proven(stubs: StubDirectory) -> None:
-    stubs.raise_errors()
-    stubs.layout.prove_unchanged()

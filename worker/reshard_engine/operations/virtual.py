@@ -43,7 +43,7 @@ from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.storage.crc32 import crc32, pieces_of
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
-from reshard_engine.storage.protocol import Listing, ObjectInfo
+from reshard_engine.storage.protocol import Listing, ObjectInfo, save_directory
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
 
 if TYPE_CHECKING:
@@ -343,8 +343,8 @@ class VirtualCheckpoint:
         """Read the source's metadata and lay the target out.
 
         Args:
-            request: The conversion. Its target is only a name: that of the target's directory, which some formats
-                write into the pointer beside it; `-` stands for the source's own tag.
+            request: The conversion. Of its target only the name counts, which some formats write into the pointer
+                beside it; `-` stands for the source's own tag.
             exact_crcs: Compute the CRC-32 fields of torch's archives. A field is known only when its whole record has
                 been read.
             compare: Compare copies and rounded masters of the source now, as `convert` does before it writes.
@@ -354,7 +354,8 @@ class VirtualCheckpoint:
         """
         check_request(request)
         checkpoint = requested_checkpoint(request, open_location(request.source.url, request.source.profile))
-        name = (checkpoint.tag or "checkpoint") if request.target == "-" else request.target
+        own = checkpoint.tag or "checkpoint"
+        name = own if request.target == "-" else save_directory(request.target, checkpoint.tag)[1]
         layout = writer_of(request.to).lay_out(checkpoint, request, name=name)
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
         plan = plan_conversion(checkpoint, layout, request, min_part_bytes=None, copied_from=set())
