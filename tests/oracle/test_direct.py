@@ -6,6 +6,8 @@ files; then the next losses are compared.
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,12 @@ from oracle.dcp_cases import RUNS, Mesh
 from oracle.dcp_driver import FsdpOracle, Job, problems, zero_run
 from oracle.driver import Oracle, ParallelOracle
 from oracle.fixtures import SavedFactory, TrainedFactory, TrainedOn
-from oracle.launcher import Worlds
+from oracle.launcher import WorldError, Worlds
 from oracle.parallel_cases import GPT_CASES, Layout
 from oracle.test_convert_native import ALWAYS, EVERYTHING, STAGE_CHANGES
 from oracle.test_dcp_across import assert_goes_on
 from oracle.test_ensure_frameworks import NEW, OLD, losses, rates, went_on_alike
-from oracle.truth import Resumed, differences, meta_differences
+from oracle.truth import Resumed, Truth, differences, meta_differences
 
 SAMPLE = (
     ("z0_fp32", 3),
@@ -184,3 +186,35 @@ def test_accelerate_resumes_without_a_conversion(stage: int, worlds: Worlds, tmp
     assert [run["drawn"] for run in results] == [saved[rank % OLD]["drawn"] for rank in range(NEW)]
     assert _files(through / "state") == before
     went_on_alike(tmp_path / "resumed" / "last", through / "last")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("replaced", "source.changed"),
+        ("truncated", "source.changed"),
+        ("down", "storage.unavailable"),
+        ("refused", "request.unsatisfiable"),
+    ],
+)
+@pytest.mark.parametrize("name", rest_full(("z2_fp32", "z3_fp32"), "z3_fp32"))
+def test_a_fault_on_one_rank_ends_the_load_on_all(
+    name: str, fault: str, code: str, trained: TrainedFactory, worlds: Worlds, tmp_path: Path
+) -> None:
+    run = trained(name)
+    source = tmp_path / "source"
+    shutil.copytree(run.dir, source)
+    arguments = {"case": _target(run.case).to_json(), "source": str(source), "fault": fault, "out": str(tmp_path)}
+    worlds.run("oracle.direct_faults:load", world=3, timeout_s=60, **arguments)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text())["code"] for rank in range(3)] == [code] * 3
+    if fault != "truncated":
+        # The same call works when the cause is gone.
+        assert differences(run.truth, Truth(tmp_path / "resumed.safetensors", tmp_path / "resumed.json")) == []
+
+
+def test_the_death_of_one_rank_ends_the_load_on_all(trained: TrainedFactory, worlds: Worlds, tmp_path: Path) -> None:
+    run = trained("z3_fp32")
+    arguments = {"case": _target(run.case).to_json(), "source": str(run.dir), "fault": "killed", "out": str(tmp_path)}
+    with pytest.raises(WorldError, match="died silently"):
+        worlds.run("oracle.direct_faults:load", world=2, timeout_s=60, **arguments)
+    assert json.loads((tmp_path / "0.json").read_text())["code"] == "job.peer_failed"

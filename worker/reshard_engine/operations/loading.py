@@ -316,7 +316,9 @@ def _told(error: BaseException | None) -> Sequence[ReshardError | str | None]:
     try:
         return _gathered(told)
     except RuntimeError as lost:
-        raise error or _peer(f"a process of the run is gone: {printable(str(lost))}") from lost
+        if isinstance(error, ReshardError):
+            raise error from lost
+        raise _peer(f"a process of the run is gone: {printable(str(error or lost))}") from lost
 
 
 def _peer(text: str) -> JobError:
