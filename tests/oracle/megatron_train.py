@@ -297,6 +297,9 @@ class Training:
                 tensors[f"{name}/{kind}"] = (whole[: run.vocab] if padded else whole).contiguous()
         save_file(tensors, str(stem) + ".safetensors")
         meta = {"groups": groups, "scheduler": self.scheduler.state_dict(), "iteration": self.iteration}
+        first = getattr(self.optimizer, "chained_optimizers", [self.optimizer])[0]
+        scaler = getattr(first, "grad_scaler", None)
+        meta["scaler"] = {k: float(v) for k, v in ({} if scaler is None else scaler.state_dict()).items()}
         Path(f"{stem}.json").write_text(json.dumps(meta))
 
     def _states(self) -> dict[Any, dict[str, torch.Tensor]]:
@@ -355,6 +358,7 @@ class Training:
             overlap_grad_reduce=run.bucket is not None, ddp_bucket_size=run.bucket, ddp_num_buckets=None,
             ddp_pad_buckets_for_high_nccl_busbw=False, use_distributed_optimizer=not run.plain,
             accumulate_allreduce_grads_in_fp32=True, bf16=run.dtype == "bf16", fp16=run.dtype == "fp16",
+            loss_scale=None, initial_loss_scale=1024.0, loss_scale_window=1000, hysteresis=2, min_loss_scale=1.0,
             params_dtype=_TYPES[run.dtype], transformer_impl="local", rotary_base=10000, rotary_percent=1.0,
             optimizer="adam", ckpt_format=form, data_parallel_size=run.dp, iteration=self.iteration,
             consumed_train_samples=self.iteration * SAMPLES, world_size=run.world, rank=dist.get_rank(), save="/ckpt",

@@ -441,7 +441,7 @@ def across_config(case: AcrossCase, dp: int) -> dict[str, Any]:
         config["bf16"] = {"enabled": True}
     if case.dtype == "fp16":
         config["fp16"] = {
-            "enabled": True, "loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 50, "hysteresis": 2,
+            "enabled": True, "loss_scale": 0, "initial_scale_power": 4, "loss_scale_window": 50, "hysteresis": 2,
             "min_loss_scale": 1,
         }  # fmt: skip
     if case.stage == "bf16opt":

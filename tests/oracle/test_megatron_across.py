@@ -247,6 +247,7 @@ def test_an_optimizer_of_other_groups_is_refused_and_its_weights_are_not(tmp_pat
     name = "llama_bf16_z3_nopipe_tp2dp2"
     error = refused(name, tmp_path, hf_rules=GROUPED)
     assert "embedding.word_embeddings.weight has wd_mult 0.0" in str(error)
+    assert "--to universal first" in (error.fix or "")
     converted(name, tmp_path / "weights", "safetensors", hf_rules=GROUPED)
     found = load_file(tmp_path / "weights" / "model.safetensors")
     wanted = {k.removesuffix("/fp32"): v for k, v in truth(name).items() if k.endswith("/fp32")}

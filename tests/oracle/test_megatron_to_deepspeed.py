@@ -170,6 +170,14 @@ CASES: dict[str, tuple[dict[str, Any], str, list[tuple[dict[str, Any], Layout, b
             (LLAMA | {"stage": 3, "pipeline": False}, Layout(dp=2), True),
         ],
     ),
+    "fp16": (
+        GPT | {"tp": 2, "dtype": "fp16"},
+        "dp_reshardable",
+        [
+            (GPT | {"stage": 1, "dtype": "fp16"}, Layout(pp=2), False),
+            (GPT | {"stage": 2, "dtype": "fp16", "pipeline": False}, Layout(tp=2), True),
+        ],
+    ),
     "plain": (GPT | {"plain": True}, "fully_reshardable", [(GPT | {"stage": 1}, Layout(pp=2, dp=2), False)]),
 }
 """Names of cases: the run, the form of its save, and the runs of DeepSpeed that go on: case, layout, universal."""
@@ -197,6 +205,7 @@ def test_deepspeed_goes_on_with_a_run_of_megatron_core(
 BACK: dict[str, tuple[dict[str, Any], Layout, dict[str, int]]] = {
     "gpt": (GPT, Layout(tp=2, pp=2), {"tp": 4}),
     "llama": (LLAMA | {"stage": 2, "pipeline": False, "vocab": 84}, Layout(tp=2, dp=2), {"tp": 2, "pp": 2}),
+    "fp16": (GPT | {"dtype": "fp16", "pipeline": False}, Layout(tp=2), {"pp": 2}),
     "split": (LLAMA | {"stage": "bf16opt", "dtype": "bf16", "split": True}, Layout(pp=2, dp=2), {"tp": 2}),
 }
 """Names of cases: the run of DeepSpeed, its layout, and that of the run of Megatron-core which goes on."""
@@ -222,6 +231,9 @@ def test_megatron_core_goes_on_with_a_run_of_deepspeed(
     assert [k for k, v in wanted.items() if found[k].dtype != v.dtype or not torch.equal(found[k], v)] == []
     meta, saved = now.meta("loaded"), begun.truth.meta
     assert {g["step"] for g in meta["groups"]} == {3}
+    # DeepSpeed's scale doubles at the second step at which its count is full: two good steps of three count.
+    scaler = {"scale": 16.0, "growth_tracker": 2.0, "hysteresis_tracker": 2.0}
+    assert meta["scaler"] == (scaler if case.dtype == "fp16" else {})
     assert meta["scheduler"] == {k: v for k, v in saved["lr_scheduler"].items() if "tokens" not in k}
     assert now.losses == pytest.approx(begun.losses_after, rel=1e-6 if case.dtype == "fp32" else 2e-3, abs=0)
 

@@ -234,6 +234,24 @@ class Undecided:
 
 
 @dataclass(frozen=True, slots=True)
+class LossScale:
+    """A loss scale of fp16 that doubles after enough steps without overflow, and is halved where gradients overflow."""
+
+    scale: float
+    good_steps: int
+    """Steps without overflow that count: it doubles with the one that makes them `window`. -1 where one more is due."""
+    overflows: int
+    """The number of the overflow from now on that halves it: 1 for the next one."""
+    window: int
+    hysteresis: int
+    """`overflows` after the scale has doubled."""
+    least: float | None
+    """The scale below which it does not fall; None where nothing says it."""
+    entries: tuple[str, ...] = ()
+    """The names in the facts' `own_state` that hold it."""
+
+
+@dataclass(frozen=True, slots=True)
 class FormatFacts:
     """The base class of the records of facts; each format family has its own, which no other family reads.
 
@@ -252,6 +270,10 @@ class FormatFacts:
     def own_state(self) -> Mapping[str | int, Node]:
         """The parts of the run's state that no field of a checkpoint holds: only this format has a place for them."""
         return {}
+
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale of an fp16 run; None for other runs, and where not all of it is known."""
+        return None
 
     def cause(self, checkpoint: Checkpoint, differing: Sequence[Agreement]) -> tuple[str, str] | None:
         """The cause of tensors that differ and must not, as the end of a sentence, and a fix; None if nothing is known.

@@ -29,8 +29,13 @@ _AT_ONE_RANK = (
 
 
 def sectioned(checkpoint: Checkpoint, request: ConvertRequest | None) -> list[str]:
-    """The warning that nothing proves the order inside fused matrices; none where the user gave rules."""
+    """The warning that nothing proves the order inside fused matrices; none where the user gave rules.
+
+    Cuts of a source of another format are those that its own names, or the user, said.
+    """
     if request is not None and request.options.deepspeed.rules is not None:
+        return []
+    if not facts_of(checkpoint).order:
         return []
     return [SECTIONED_WARNING] if any(map(may_be_sectioned, checkpoint.parameters)) else []
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.errors import RequestError, listed
 from reshard.models.jobs import NotCarried
-from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, ParamGroup
+from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, LossScale, ParamGroup
 from reshard_engine.formats.carried import named, of_the_format
 from reshard_engine.formats.deepspeed.files import (
     COUNTERS,
@@ -26,10 +26,12 @@ from reshard_engine.formats.deepspeed.files import (
 )
 from reshard_engine.formats.format import RunFacts
 from reshard_engine.pickles.nodes import (
+    Global,
     Node,
     PList,
     PObject,
     PTensorRef,
+    PTuple,
     is_mapping,
     mapping_items,
     mapping_of,
@@ -131,6 +133,31 @@ class DeepSpeedFacts(FormatFacts):
         entries = {k: v for k, v in self.entries.items() if k not in described and v is not None}
         return {**entries, **{f"{OPTIMIZER_STATE}.{k}": v for k, v in self.optimizer_entries.items()}}
 
+    def loss_scale(self) -> LossScale | None:
+        """The dynamic scale of an fp16 run; it grows at the second step at which the count is a multiple of the window.
+
+        Source: deepspeed 0.19.8 `runtime/fp16/loss_scaler.py` (`DynamicLossScaler.update_scale`).
+        """
+        beside, items = self.optimizer_entries, _scaler(self.optimizer_entries)
+        if beside.get("dynamic_loss_scale", items.get("dynamic")) is not True:
+            return None
+        counts = [items.get(k) for k in ("cur_iter", "last_overflow_iter", "scale_window")]
+        now, last, window = (n if type(n) is int else None for n in counts)
+        # Optimizers of stage 0 have no hysteresis: each overflow halves the scale.
+        whole, left = items.get("delayed_shift", 1), items.get("cur_hysteresis", 1)
+        scale, least = items.get(_SCALE), items.get("min_scale")
+        if now is None or last is None or window is None or window < 1 or now <= last:
+            return None
+        if type(whole) is not int or type(left) is not int or items.get("consecutive_hysteresis", False) is not False:
+            return None
+        if not isinstance(scale, int | float) or items.get("scale_factor") != 2:
+            return None
+        stable = now - last - 1
+        held = tuple(f"{OPTIMIZER_STATE}.{k}" for k in ("loss_scaler", "dynamic_loss_scale", *_SCALER) if k in beside)
+        good = (stable - 1) % window if stable else -1
+        lowest = float(least) if isinstance(least, int | float) else None
+        return LossScale(float(scale), good, 1 if whole == 1 else left, window, whole, lowest, held)
+
     def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
         """The trees that every format has, and the entries of optimizer files such as the loss scaler."""
         yield from FormatFacts.trees(self, checkpoint)
@@ -138,8 +165,32 @@ class DeepSpeedFacts(FormatFacts):
 
 
 def facts_of(checkpoint: Checkpoint) -> DeepSpeedFacts:
-    """The DeepSpeed facts of a checkpoint; empty facts if no reader of DeepSpeed's files made it."""
-    return checkpoint.facts if isinstance(checkpoint.facts, DeepSpeedFacts) else DeepSpeedFacts()
+    """The DeepSpeed facts of a checkpoint; if no reader of DeepSpeed's files made it, nothing but its loss scale."""
+    if isinstance(checkpoint.facts, DeepSpeedFacts):
+        return checkpoint.facts
+    scale = checkpoint.facts.loss_scale()
+    return DeepSpeedFacts(optimizer_entries={} if scale is None else _entries_of(scale, checkpoint.counters.steps))
+
+
+def _entries_of(scale: LossScale, steps: int | None) -> dict[str, Node]:
+    """The entries of optimizer files that hold a loss scale."""
+    now, good = scale.good_steps + 1 if steps is None else steps, scale.good_steps
+    scaler = scaler_object(
+        "DynamicLossScaler",
+        {
+            "cur_scale": scale.scale, "dynamic": True, "cur_iter": now, "last_overflow_iter": now - 2 - good,
+            "scale_factor": 2.0, "scale_window": scale.window, "min_scale": scale.least,
+            "delayed_shift": scale.hysteresis, "cur_hysteresis": scale.overflows, "consecutive_hysteresis": False,
+            "raise_error_at_min_scale": True, "dtype": Global("torch", "float16"),
+        },
+    )  # fmt: skip
+    return {"loss_scaler": scaler, "dynamic_loss_scale": True, "overflow": False}
+
+
+def scaler_object(name: str, state: dict[str | int, Node]) -> PObject:
+    """A loss scaler of a class of DeepSpeed with these attributes."""
+    cls = Global("deepspeed.runtime.fp16.loss_scaler", name)
+    return PObject("newobj", cls, PTuple(), state=mapping_of(state), has_state=True)
 
 
 def run_fields(entries: Mapping[str | int, Node], rng: tuple[Mapping[str, Node], ...] = ()) -> dict[str, Any]:

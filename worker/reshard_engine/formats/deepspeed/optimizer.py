@@ -11,7 +11,7 @@ from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, ParamGroup, Scalar
 from reshard_engine.formats.carried import named
 from reshard_engine.formats.deepspeed.config import RunConfig, configured_groups
-from reshard_engine.formats.deepspeed.facts import facts_of, group_node
+from reshard_engine.formats.deepspeed.facts import facts_of, group_node, scaler_object
 from reshard_engine.formats.deepspeed.native.target import LocalModel, LocalParameter, Target
 from reshard_engine.formats.deepspeed.parallel.experts import renamed_group
 from reshard_engine.formats.deepspeed.partitioning import Run
@@ -390,12 +390,7 @@ def trained_groups(model: LocalModel, count: int) -> list[list[LocalParameter]]:
 # `runtime/config.py` (`fp16`: scale 2**16, window 1000, hysteresis 2, smallest scale 1),
 # `runtime/zero/stage_1_and_2.py` and `stage3.py` (`load_state_dict`, `_rigid_load_state_dict`: required entries).
 
-_MODULE = "deepspeed.runtime.fp16.loss_scaler"
 _PLAIN_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-
-
-def _object(name: str, state: dict[str | int, Node]) -> PObject:
-    return PObject("newobj", Global(_MODULE, name), PTuple(), state=mapping_of(state), has_state=True)
 
 
 def _facts(extras: Mapping[str, Node], config: RunConfig) -> dict[str | int, Node]:
@@ -433,7 +428,7 @@ def scaler_entries(target: Target) -> dict[str | int, Node]:
     overflow = extras.get("overflow", False)
     if target.dtype.name != "float16":
         # Only fp16 scales its loss. An engine with another dtype would take over and use any scale that it finds.
-        plain = _object("LossScaler", {"cur_scale": 1.0, "dynamic": False})
+        plain = scaler_object("LossScaler", {"cur_scale": 1.0, "dynamic": False})
         return {"loss_scaler": plain, "dynamic_loss_scale": False, "overflow": overflow}
     if not target.scale_said:
         _refuse_unsaid(target)
@@ -444,9 +439,11 @@ def scaler_entries(target: Target) -> dict[str | int, Node]:
         return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": overflow}
     if not dynamic:
         scale = extras.get("cur_scale", config.fp16.get("loss_scale", 1.0))
-        static = _object("LossScaler", {"cur_scale": scale, "dynamic": False, "dtype": Global("torch", "float16")})
+        static = scaler_object(
+            "LossScaler", {"cur_scale": scale, "dynamic": False, "dtype": Global("torch", "float16")}
+        )
         return {"loss_scaler": static, "dynamic_loss_scale": False, "overflow": overflow}
-    dynamic_scaler = _object("DynamicLossScaler", _facts(extras, config))
+    dynamic_scaler = scaler_object("DynamicLossScaler", _facts(extras, config))
     return {"loss_scaler": dynamic_scaler, "dynamic_loss_scale": True, "overflow": overflow}
 
 

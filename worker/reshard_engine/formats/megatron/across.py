@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from struct import pack, unpack
 from typing import Any
 
@@ -31,9 +32,9 @@ from reshard.choices import NameScheme, TargetFormat
 from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest
 from reshard.options import MegatronOptions
-from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, ParamGroup, Scalar
+from reshard_engine.checkpoint import Checkpoint, LossScale, OptimizerState, Parameter, ParamGroup, Scalar
 from reshard_engine.formats.carried import named, of_the_format
-from reshard_engine.formats.megatron.common import CommonState
+from reshard_engine.formats.megatron.common import SCALER, SCALER_REASON, CommonState
 from reshard_engine.formats.megatron.huggingface.renaming import Renaming, attention_of
 from reshard_engine.formats.megatron.huggingface.rules import (
     Attention,
@@ -53,7 +54,9 @@ from reshard_engine.pickles.nodes import (
     Global,
     Node,
     PList,
+    PLiteral,
     PObject,
+    PTensorRef,
     PTuple,
     is_mapping,
     mapping_items,
@@ -94,6 +97,10 @@ _SCHEDULE = (
 )  # fmt: skip
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 _WEIGHTS = "--to safetensors takes the weights, which --to megatron takes then"
+_BELOW_STAGE_3 = (
+    "if the run was at ZeRO-3, --to universal first: it has the param groups that Megatron-DeepSpeed makes below "
+    f"ZeRO-3; or {_WEIGHTS}"
+)
 _OTHER = "Megatron-core has no place for it"
 
 
@@ -310,7 +317,8 @@ def _require_gates(checkpoint: Checkpoint, args: Mapping[str | int, Node]) -> No
 
 def _as_a_run(checkpoint: Checkpoint, args: dict[str | int, Node]) -> Checkpoint:
     """The checkpoint with the facts of a run of Megatron-core."""
-    left = list(of_the_format(checkpoint, _OTHER))
+    scale = checkpoint.facts.loss_scale() if args.get("fp16") is True else None
+    left = [n for n in of_the_format(checkpoint, _OTHER) if scale is None or n.path not in scale.entries]
     left += named((str(k) for k in checkpoint.client_state if k not in ("args", "iteration")), _OTHER)
     left += named(["random states"] if checkpoint.rng else [], _OTHER)
     items: dict[str | int, Node] = {}
@@ -327,9 +335,19 @@ def _as_a_run(checkpoint: Checkpoint, args: dict[str | int, Node]) -> Checkpoint
         checkpoint,
         parameters=tuple(replace(p, group=group_of.get(p.fqn)) for p in checkpoint.parameters),
         optimizer=OptimizerState(groups, decoupled_weight_decay=checkpoint.optimizer.decoupled_weight_decay),
-        facts=MegatronFacts(CommonState(items, args), steps=steps, of_run=False),
+        facts=MegatronFacts(CommonState(items, args), steps=steps, scaler=_scaler_of(scale), of_run=False),
         not_carried=(*checkpoint.not_carried, *left),
+        warnings=(*checkpoint.warnings, *_scale_to_say(scale)),
     )
+
+
+def _scale_to_say(scale: LossScale | None) -> list[str]:
+    """The arguments by which Megatron-core goes on with the loss scale: it takes them from its command line."""
+    if scale is None:
+        return []
+    said = f"--loss-scale-window {scale.window} --hysteresis {scale.hysteresis}"
+    said += "" if scale.least is None else f" --min-loss-scale {scale.least:g}"
+    return [f"the loss scale {scale.scale:g} goes on as in the source in a run with {said}"]
 
 
 def _schedule(node: Node) -> dict[str | int, Node] | None:
@@ -398,10 +416,11 @@ def _group_of(
         # Without the multiplier, the decay itself says which of both groups it is.
         multiplier = wanted if decay == wanted * _number(args.get("weight_decay")) else decay
     if multiplier != wanted or rate != 1.0:
-        raise _unfit(
+        text = (
             f"the param group of {name} has wd_mult {printable(str(multiplier))} and lr_mult {printable(str(rate))}, "
             f"and Megatron-core's has {wanted} and 1.0"
         )
+        raise _unfit(text, fix=_BELOW_STAGE_3 if (multiplier, rate) == (0.0, 1.0) else _WEIGHTS)
     return {
         "is_expert_parallel": False, "default_config": True, "wd_mult": wanted, "lr_mult": 1.0,
         "is_decoupled_lr": False, "max_lr": args["lr"], "min_lr": args["min_lr"], "lr": fields["lr"],
@@ -443,9 +462,58 @@ def _is_number(node: Node) -> bool:
     return isinstance(node, int | float) and not isinstance(node, bool)
 
 
-def _unfit(text: str, whose: str = "Megatron-core") -> RequestError:
-    fix = _WEIGHTS if whose == "Megatron-core" else "--to safetensors takes the weights"
+def _unfit(text: str, whose: str = "Megatron-core", *, fix: str = "") -> RequestError:
+    fix = fix or (_WEIGHTS if whose == "Megatron-core" else "--to safetensors takes the weights")
     return RequestError("request.unsatisfiable", f"{whose} has no such optimizer: {text}", fix=fix)
+
+
+# The loss scale of fp16.
+#
+# Both double it after a number of good steps and halve it at an overflow, DeepSpeed one good step later after one.
+#
+# Source: megatron-core 0.16.1 `optimizer/grad_scaler.py` (`DynamicGradScaler.update`), `optimizer/__init__.py`.
+
+
+def with_loss_scale(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+    """The checkpoint with its loss scale for DeepSpeed, or with a note that it is not carried; it reads one element."""
+    facts = checkpoint.facts
+    if request.to not in (TargetFormat.ZERO, TargetFormat.UNIVERSAL) or not isinstance(facts, MegatronFacts):
+        return checkpoint
+    if facts.scaler is None:
+        return checkpoint
+    items = mapping_items(facts.scaler, what=SCALER) if is_mapping(facts.scaler) else {}
+    good, left, args = items.get("growth_tracker"), items.get("hysteresis_tracker"), facts.common.args
+    window, whole, least = (args.get(k) for k in ("loss_scale_window", "hysteresis", "min_loss_scale"))
+    scale, counts = _element(checkpoint, items.get("scale")), (good, left, window, whole)
+    if scale is None or not all(type(n) is int for n in counts) or not _is_number(least):
+        found = named([f"optimizer.{SCALER}"], SCALER_REASON) if items else ()
+        return replace(checkpoint, not_carried=(*checkpoint.not_carried, *found))
+    good, left, window, whole = (n if isinstance(n, int) else 0 for n in counts)
+    made = LossScale(scale, good, max(left, 1), window, whole, _number(least))
+    return replace(checkpoint, facts=replace(facts, scale=made))
+
+
+def _element(checkpoint: Checkpoint, node: Node) -> float | None:
+    """The one element of a tensor of the checkpoint; None for any other node."""
+    if not isinstance(node, PTensorRef):
+        return None
+    tensor = checkpoint.shard_map.tensors[node.index]
+    if prod(tensor.shape) != 1:
+        return None
+    pieces = checkpoint.shard_map.pieces(node.index, 0, 1)
+    raw = checkpoint.files[int(pieces.file[0])].read(int(pieces.offset[0]), tensor.dtype.itemsize_bytes)
+    found = Scalar.of_element(raw, tensor.dtype, tensor.shape)
+    return None if found is None else float(found.value)
+
+
+def _scaler_of(scale: LossScale | None) -> Node:
+    """The state of Megatron-core's scaler; None for a run without one."""
+    if scale is None:
+        return None
+    return mapping_of({
+        "scale": PLiteral("float32", (1,), pack("<f", scale.scale)), "growth_tracker": scale.good_steps,
+        "hysteresis_tracker": scale.overflows,
+    })  # fmt: skip
 
 
 # The way back: a run of Megatron-core that goes on in Megatron-DeepSpeed.

@@ -33,6 +33,9 @@ from reshard_engine.pickles.nodes import (
 
 GROUPS = "param_groups"
 SCALER = "grad_scaler"
+SCALER_REASON = "the loss scale of Megatron-core, which starts anew"
+SCALED = ("megatron", "zero", "universal")
+"""The targets that take a loss scale."""
 _STEP = "step"
 OF_EXPERTS = "is_expert_parallel"
 """True for groups of experts in runs with several expert-parallel ranks, and in no other run."""

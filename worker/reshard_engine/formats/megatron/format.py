@@ -49,10 +49,19 @@ from reshard_engine.formats.megatron.across import (
     is_megatron_deepspeed,
     renamed_from_deepspeed,
     renamed_to_deepspeed,
+    with_loss_scale,
 )
 from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
 from reshard_engine.formats.megatron.buffers import LayoutError
-from reshard_engine.formats.megatron.common import OF_EXPERTS, SCALER, CommonState, ReadGroups, only_one, read_groups
+from reshard_engine.formats.megatron.common import (
+    OF_EXPERTS,
+    SCALED,
+    SCALER,
+    CommonState,
+    ReadGroups,
+    only_one,
+    read_groups,
+)
 from reshard_engine.formats.megatron.damage import SHARDING, Shifts, SuspectFacts, possible_shifts, repaired
 from reshard_engine.formats.megatron.huggingface.renaming import renamed
 from reshard_engine.formats.megatron.huggingface.rules import requested_family
@@ -346,7 +355,7 @@ class _Assembly:
     def _objects(self) -> tuple[dict[tuple[int, ...], Node], list[NotCarried]]:
         """Random states by rank, and what is left of the objects."""
         kinds: Counter[str] = Counter()
-        carries = self._options.target == Megatron.targets[0]
+        carries, scales = self._options.target == Megatron.targets[0], self._options.target in SCALED
         random: dict[tuple[int, ...], SavedValue] = {}
         extra: dict[str, SavedValue] = {}
         not_carried: list[NotCarried] = []
@@ -359,7 +368,7 @@ class _Assembly:
                 random[tuple(map(int, match[2].split(".")))] = value
             elif name.endswith(_EXTRA_STATE) and match is not None and carries:
                 extra[name_at(name, [*map(int, match[2].split("."))])] = value
-            elif name.endswith(f".{SCALER}") and carries:
+            elif name.endswith(f".{SCALER}") and scales:
                 self._model.scaler = only_one(self._opened([value])[0], name)
             elif name.endswith(_EXTRA_STATE):
                 kinds[name] += 1
@@ -451,7 +460,7 @@ class Megatron(Format):
         """
         if is_megatron_deepspeed(checkpoint, request):
             return renamed_from_deepspeed(checkpoint, request)
-        checkpoint = self._without_damage(checkpoint, request)
+        checkpoint = with_loss_scale(self._without_damage(checkpoint, request), request)
         if goes_on_in_deepspeed(checkpoint, request):
             return renamed_to_deepspeed(checkpoint, request)
         return renamed(checkpoint, request)

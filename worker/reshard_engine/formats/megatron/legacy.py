@@ -38,7 +38,15 @@ from reshard_engine.containers.torch_file import (
 from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.megatron.buffers import LayoutError, Member, Slot, slots_in_vector
-from reshard_engine.formats.megatron.common import SCALER, CommonState, members_said, read_groups, steps_in
+from reshard_engine.formats.megatron.common import (
+    SCALED,
+    SCALER,
+    SCALER_REASON,
+    CommonState,
+    members_said,
+    read_groups,
+    steps_in,
+)
 from reshard_engine.formats.megatron.model import RANDOM, ModelBuilder, extra_states
 from reshard_engine.formats.megatron.names import BUFFERS, EXPERT, KeyRules, entries_of
 from reshard_engine.formats.megatron.placement import OUTPUT_LAYER, WORD_EMBEDDINGS, Rank, Run, cut_of, model_order
@@ -77,7 +85,6 @@ _TOOLS = (
 )
 _WEIGHTS_ALONE = "--to safetensors takes the weights alone; or save once with --ckpt-format torch_dist"
 
-_SCALER_REASON = "the loss scale of Megatron-core, which starts anew"
 _LISTED_AT_ONCE = 16
 _NUMBERS = 1 << 16
 
@@ -192,7 +199,7 @@ class _Assembly:
             first.common.args,
         )
         self._model = ModelBuilder(self._builder, self._common)
-        if self._carries and (scaler := self._model.scaler) is not None:
+        if options.target in SCALED and (scaler := self._model.scaler) is not None:
             self._model.scaler = self._trees.carried(scaler, first.parsed)
         self._parts: dict[tuple[str, str], dict[Rank, int]] = {}
         self._copies: dict[tuple[str, str], dict[Rank, int]] = {}
@@ -697,8 +704,8 @@ class _Assembly:
     def _not_carried(self) -> Iterator[NotCarried]:
         if count := self._kinds[_EXTRA_STATE]:
             yield extra_states(count)
-        if not self._carries and self._common.scaler() is not None:
-            yield NotCarried(path=f"optimizer.{SCALER}", reason=_SCALER_REASON)
+        if self._options.target not in SCALED and self._common.scaler() is not None:
+            yield NotCarried(path=f"optimizer.{SCALER}", reason=SCALER_REASON)
         yield from named(self._unknown, UNKNOWN)
 
 

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 from reshard.errors import SourceError, counted, listed, printable
 from reshard.models.jobs import NotCarried
-from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, FormatFacts, Parameter, Scalar, Undecided
+from reshard_engine.checkpoint import (
+    Agreement,
+    Buffer,
+    Checkpoint,
+    FormatFacts,
+    LossScale,
+    Parameter,
+    Scalar,
+    Undecided,
+)
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.format import ReadOptions
 from reshard_engine.formats.megatron.common import CommonState, ReadGroups
@@ -46,6 +55,8 @@ class MegatronFacts(FormatFacts):
     """The facts that decide the keys of parameters in a distributed checkpoint."""
     extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
     """Extra states of modules by name (`decoder.layers.3.mlp.linear_fc1._extra_state`), read for `--to megatron`."""
+    scale: LossScale | None = None
+    """The loss scale in `scaler`, where the files and the arguments say all of it; for targets of other formats."""
     of_run: bool = True
     """False if there was no run of Megatron-core: its arguments are those that the shapes of a model prove."""
 
@@ -54,6 +65,10 @@ class MegatronFacts(FormatFacts):
         known = {"optimizer", "opt_param_scheduler", "iteration"}
         own = {k: v for k, v in self.common.items.items() if k not in known}
         return own | ({RANDOM: f"of {counted(len(self.random_states), 'rank')}"} if self.random_states else {})
+
+    def loss_scale(self) -> LossScale | None:
+        """As `scale` has it."""
+        return self.scale
 
 
 def extra_states(count: int) -> NotCarried:

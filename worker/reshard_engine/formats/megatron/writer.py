@@ -105,7 +105,8 @@ def facts_for(checkpoint: Checkpoint, options: MegatronOptions) -> MegatronFacts
     common, names = replace(known.common, args=said), [p.fqn for p in checkpoint.parameters]
     rules = KeyRules.for_model(names, local=said["transformer_impl"] == "local")
     numbered = {*rules.numbered, *(("decoder.layers",) if common.layers_differ else ())}
-    return MegatronFacts(common, steps=known.steps, rules=replace(rules, numbered=frozenset(numbered)))
+    numbered_rules = replace(rules, numbered=frozenset(numbered))
+    return MegatronFacts(common, steps=known.steps, scaler=known.scaler, rules=numbered_rules)
 
 
 def _of_run(checkpoint: Checkpoint, facts: MegatronFacts, args: Mapping[str | int, Node]) -> MegatronFacts:

@@ -17,7 +17,7 @@ from reshard_engine.formats.deepspeed.config import (
     offloads_optimizer,
     section_of,
 )
-from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, facts_of
+from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, DeepSpeedFacts, facts_of
 from reshard_engine.formats.deepspeed.files import CONFIG, VERSION
 from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.pickles.nodes import Node, is_mapping
@@ -154,8 +154,13 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
         extras=facts_of(checkpoint).optimizer_entries,
         version=version if isinstance(version, str) and version else OLDEST_VERSION,
         version_said=isinstance(version, str) and bool(version),
-        scale_said=bool(facts_of(checkpoint).order) and own is not None and own.name == "float16",
+        scale_said=_says_scale(facts_of(checkpoint), own),
     )
+
+
+def _says_scale(facts: DeepSpeedFacts, own: Dtype | None) -> bool:
+    """True for an fp16 run of DeepSpeed, and for a run of another format whose loss scale is known."""
+    return (own is not None and own.name == "float16") if facts.order else "loss_scaler" in facts.optimizer_entries
 
 
 def _first(*choices: bool | None) -> bool:
