@@ -6,7 +6,9 @@ the run that saved. Names are mapped by hand here, and rows of query, key and va
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,17 @@ from oracle.parallel_cases import AcrossCase, Layout
 from oracle.real_folders import expected, load_any, wrong_atoms
 from oracle.test_megatron_across import CASES as ACROSS
 from oracle.test_megatron_out import STEP, Stage, megatron_is_needed, run
-from reshard.models.jobs import ConvertResult
+from reshard.choices import NameScheme, OpaquePolicy, TargetFormat
+from reshard.errors import RequestError
+from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.options import DeepSpeedOptions, MegatronOptions, Options, SourceSpec
+from reshard_engine.checkpoint import Checkpoint, ParamGroup, Scalar
+from reshard_engine.formats.megatron.across import renamed_to_deepspeed, with_loss_scale
+from reshard_engine.formats.megatron.model import MegatronFacts
+from reshard_engine.formats.sources import read_checkpoint
+from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_items, mapping_of
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.locations import open_location
 
 THIRD_STAGE = "llama_bf16_z3_nopipe_tp2dp2"
 GROUPED, SPLIT = "megatron-deepspeed-grouped", "megatron-deepspeed-split"
@@ -266,3 +278,160 @@ def test_real_checkpoints_come_back_bit_for_bit(name: str, tmp_path: Path) -> No
     of_layout = {"world_size", "zero_stage", *(k for k in ours if k.endswith("_parallel_size"))}
     assert {k: v for k, v in ours.items() if k not in of_layout and theirs[k] != v} == {}
     assert {k: v for k, v in before["lr_scheduler"].items() if k != "num_tokens"} == found["lr_scheduler"]
+
+
+# What is refused, and why.
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of Megatron-DeepSpeed as one of Megatron-core."""
+    target = tmp_path_factory.mktemp("core") / STEP
+    name = "llama_fp32_z1_tp2pp2dp2"
+    reshard.convert(
+        real_checkpoint(name) / "src", target, to="megatron", names="megatron-core", hf_rules=GROUPED, progress=False
+    )
+    return target
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "fix"),
+    [
+        ({"to": "universal", "names": "megatron-pipeline"}, "no file says in which order", SPLIT),
+        ({"to": "universal", "names": "megatron-pipeline", "hf_rules": "llama"}, "--hf-rules for --names", "leave"),
+        (
+            {"to": "megatron", "names": "megatron-pipeline", "hf_rules": SPLIT},
+            "holds the names of Megatron-core",
+            "leave",
+        ),
+        ({"to": "zero", "dp": 1, "pp": 2, "names": "megatron-no-pipeline", "zero_stage": "1"}, "no pipeline", ""),
+        (
+            {"to": "zero", "dp": 1, "tp": 4, "names": "megatron-pipeline", "zero_stage": "1"},
+            "2 heads do not divide",
+            "",
+        ),
+        ({"to": "zero", "dp": 1, "names": "megatron-pipeline"}, "which ZeRO stage", "--zero-stage"),
+    ],
+)
+def test_what_a_request_does_not_say_is_refused(
+    options: dict[str, Any], text: str, fix: str, core: Path, tmp_path: Path
+) -> None:
+    if options.get("to") == "zero":
+        options = {"hf_rules": GROUPED, **options}
+    with pytest.raises(RequestError, match=re.escape(text)) as caught:
+        reshard.convert(core, tmp_path / "to", progress=False, **options)
+    assert fix in (caught.value.fix or "")
+    assert not (tmp_path / "to").exists()
+
+
+def _request(args: dict[str, Any] | None = None, *, split: bool = False) -> ConvertRequest:
+    options = Options(
+        deepspeed=DeepSpeedOptions(names=NameScheme.MEGATRON_PLAIN),
+        megatron=MegatronOptions(
+            hf_rules=SPLIT if split else GROUPED, megatron_args=None if args is None else json.dumps(args)
+        ),
+    )
+    return ConvertRequest(
+        source=SourceSpec(url="/source"), target="/target", to=TargetFormat.UNIVERSAL, options=options
+    )
+
+
+def _read(place: Path) -> Checkpoint:
+    return read_checkpoint(open_location(str(place)), None, OpaqueLedger(OpaquePolicy.KEEP), target="universal")
+
+
+def _without_args(found: Checkpoint, *names: str, **items: Node) -> Checkpoint:
+    facts = found.facts
+    assert isinstance(facts, MegatronFacts)
+    kept = {k: v for k, v in facts.common.args.items() if k not in names}
+    return replace(
+        found, facts=replace(facts, common=replace(facts.common, args=kept, items={**facts.common.items, **items}))
+    )
+
+
+def test_models_that_megatron_deepspeed_does_not_have_are_refused(core: Path) -> None:
+    found = _read(core)
+    with pytest.raises(RequestError, match="how many heads"):
+        renamed_to_deepspeed(_without_args(found, "num_attention_heads"), _request())
+    assert renamed_to_deepspeed(_without_args(found, "num_attention_heads"), _request({"num_attention_heads": 4}))
+    for said in ({"softmax_type": "off-by-one"}, {"rotary_interleaved": True}, {"window_size": [4, 0]}):
+        with pytest.raises(RequestError, match="does not compute what this run does"):
+            renamed_to_deepspeed(found, _request(said))
+    with pytest.raises(RequestError, match="swiglu is False"):
+        renamed_to_deepspeed(found, _request({"swiglu": False}))
+    with pytest.raises(RequestError, match=r"checkpoint_version is 2\.0"):
+        renamed_to_deepspeed(_without_args(found, checkpoint_version=2.0), _request())
+    for name, text in (
+        ("decoder.layers.0.mlp.router.weight", "names are not those"),
+        ("decoder.layers.0.self_attention.linear_qkv.bias", "some matrices of its layers have biases"),
+        ("decoder.final_layernorm.bias", "some norms of its layers have biases"),
+    ):
+        first = next(p for p in found.parameters if p.fqn == "decoder.layers.0.self_attention.linear_qkv.weight")
+        more = replace(first, fqn=name, shape=first.shape)
+        with pytest.raises(RequestError, match=text):
+            renamed_to_deepspeed(replace(found, parameters=(*found.parameters, more)), _request())
+
+
+def test_optimizers_that_megatron_deepspeed_does_not_have_are_refused(core: Path) -> None:
+    found = _read(core)
+    assert found.optimizer is not None
+
+    def grouped(**changes: Node) -> Checkpoint:
+        assert found.optimizer is not None
+        groups = tuple(ParamGroup({**g.hyper_parameters, **changes}) for g in found.optimizer.groups)
+        return replace(found, optimizer=replace(found.optimizer, groups=groups))
+
+    for changes, text in (
+        ({"wd_mult": 1.0}, "by its rule wd_mult is 0.0"),
+        ({"is_decoupled_lr": True}, "learning rate of its own"),
+        ({"max_lr": 1.0}, "max_lr 1.0, and its schedule 0.004"),
+        ({"lr": None}, "says no number for lr"),
+        ({"betas": 0.9}, "says no number for betas"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            renamed_to_deepspeed(grouped(**changes), _request())
+    first, *others = found.parameters
+    odd = replace(first, states={k: v for k, v in first.states.items() if k != "exp_avg_sq"})
+    with pytest.raises(RequestError, match="Adam has exp_avg and exp_avg_sq"):
+        renamed_to_deepspeed(replace(found, parameters=(odd, *others)), _request())
+    ahead = replace(first, scalars={"step": Scalar(4)})
+    with pytest.raises(RequestError, match="other values or steps"):
+        renamed_to_deepspeed(replace(found, parameters=(ahead, *others)), _request())
+    # Groups with a multiplier of the rate have names of their own.
+    scaled = renamed_to_deepspeed(grouped(lr_mult=0.5), _request())
+    assert scaled.optimizer is not None
+    assert [g.name for g in scaled.optimizer.groups] == ["wd_scale_lr", "no_wd_scale_lr"]
+
+
+def test_schedules_and_scales_that_are_not_known_are_named(core: Path) -> None:
+    found = _read(core)
+    schedule = mapping_items(found.schedulers[0], what="")
+    other = mapping_of({**schedule, "lr_decay_style": "WSD"})
+    done = renamed_to_deepspeed(replace(found, schedulers=(other,)), _request())
+    assert done.schedulers == ()
+    assert "opt_param_scheduler" in [n.path for n in done.not_carried]
+    facts = found.facts
+    assert isinstance(facts, MegatronFacts)
+    # A scale whose window nothing says.
+    scaler = mapping_of({"scale": PTensorRef(0), "growth_tracker": 3, "hysteresis_tracker": 2})
+    named = with_loss_scale(replace(found, facts=replace(facts, scaler=scaler)), _request())
+    assert named.facts.loss_scale() is None
+    assert "optimizer.grad_scaler" in [n.path for n in named.not_carried]
+
+
+def test_parameters_are_in_the_order_of_the_model(core: Path) -> None:
+    """Whatever the order of the files: DeepSpeed finds flat states by their places."""
+    found = _read(core)
+    turned = replace(found, parameters=tuple(reversed(found.parameters)), module_names=found.module_names[::-1])
+    for split in (False, True):
+        one, other = (renamed_to_deepspeed(c, _request(split=split)) for c in (found, turned))
+        names = [p.fqn for p in one.parameters]
+        assert names == [p.fqn for p in other.parameters]
+        assert [*other.module_names] == names
+        assert names[:4] == [
+            "language_model.embedding.word_embeddings.weight",
+            *(f"language_model.encoder.layers.0.{n}.weight" for n in (
+                "input_layernorm", "self_attention.query_key_value", "self_attention.dense",
+            )),
+        ]  # fmt: skip
+        assert names[-2:] == ["language_model.encoder.final_layernorm.weight", "language_model.output_layer.weight"]
