@@ -181,6 +181,31 @@ def test_megatron_core_loads_the_truth(name: str, layout: dict[str, int], tmp_pa
     assert all(math.isfinite(loss) and loss < 6 for loss in now.losses)
 
 
+def test_the_optimizer_goes_by_way_of_dcp(tmp_path: Path) -> None:
+    """DCP keeps the fields by which Megatron-core finds a param group; arguments and schedule it does not keep."""
+    name = "llama_fp32_z1_tp2pp2dp2"
+    first, quiet = converted(name, tmp_path / "core" / STEP), {"progress": False, "verify": "full"}
+    reshard.convert(first, tmp_path / "dcp", to="dcp", **quiet)
+    said = tmp_path / "args.json"
+    args = {k: v for k, v in vars(load_any(first / "common.pt")["args"]).items() if isinstance(v, str | int | float)}
+    said.write_text(json.dumps(args))
+    again: dict[str, Any] = {"to": "megatron", **quiet}
+    result = reshard.convert(tmp_path / "dcp", tmp_path / "back" / STEP, megatron_args=said, **again)
+    assert [w for w in result.warnings if "opt_param_scheduler" in w]
+    before, after = (
+        {k: v for k, v in whole(place).items() if isinstance(v, torch.Tensor)}
+        for place in (first, tmp_path / "back" / STEP)
+    )
+    assert before.keys() == after.keys()
+    # The rows of padding behind the vocabulary are Megatron's: DCP does not keep them.
+    assert [k for k, v in before.items() if not torch.equal(v[: len(after[k])], after[k])] == []
+    held = [
+        load_any(place / "common.pt")["optimizer"]["optimizer"]["param_groups"]
+        for place in (first, tmp_path / "back" / STEP)
+    ]
+    assert held[0] == held[1]
+
+
 def refused(name: str, tmp_path: Path, **options: Any) -> ReshardError:
     with pytest.raises(ReshardError) as caught:
         converted(name, tmp_path / STEP, **options)

@@ -26,7 +26,7 @@ from reshard.choices import CommonStatePlace, OptimizerSharding, RngPolicy
 from reshard.errors import RequestError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import MegatronOptions, NativeLayout
-from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.formats.carried import AS_ASKED, frozen_parameters, named
 from reshard_engine.formats.dcp_files.shards import AnyEntry, JoinedEntry, Part, ShardOptions, Shards, ValueEntry
 from reshard_engine.formats.megatron.common import CommonState, optimizers_for, written_items
@@ -40,7 +40,7 @@ from reshard_engine.formats.megatron.model import (
     TRACKER,
     MegatronFacts,
 )
-from reshard_engine.formats.megatron.names import LOCAL_EXPERT, KeyRules
+from reshard_engine.formats.megatron.names import EXPERT, LOCAL_EXPERT, KeyRules
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PList, mapping_of, node_of
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
@@ -61,6 +61,13 @@ _ATTENTION = re.compile(r"(.+\.self_attention\.)linear_(?:qkv|kv_up_proj)\.weigh
 _OF_MEGATRON = re.compile(r"embedding\.word_embeddings\.weight|decoder\.layers\.\d+\..+")
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "transformer_impl")
 """Arguments that loading compares, and the one that decides the keys of norms."""
+_SCHEDULE = "opt_param_scheduler"
+_NO_SCHEDULE = (
+    "the source has no schedule of Megatron-core: Megatron-LM's loader ends without `opt_param_scheduler` where it "
+    "loads an optimizer"
+)
+_IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr", "max_lr", "min_lr")
+"""Fields by which Megatron-core finds the param group of a checkpoint for one of its own."""
 _HOW = "--to dcp and --to safetensors take every model; --names megatron-core renames one of Hugging Face"
 
 
@@ -95,18 +102,44 @@ def facts_for(checkpoint: Checkpoint, options: MegatronOptions) -> MegatronFacts
             f"{where}, and nothing says the arguments of the run: {listed(lost)}",
             fix="--megatron-args FILE, a JSON object with them",
         )
-    if checkpoint.optimizer is not None and not (isinstance(facts, MegatronFacts) and facts.steps):
+    known = facts if isinstance(facts, MegatronFacts) else MegatronFacts(CommonState({}, {}))
+    steps = known.steps or _steps_of_groups(checkpoint)
+    if checkpoint.optimizer is not None and not steps:
         raise RequestError(
             "request.unsatisfiable",
             f"{where}, whose param groups are not those of Megatron-core (wd_mult, lr_mult, max_lr, min_lr)",
             fix="--to dcp keeps the optimizer; --to safetensors takes the weights, which --to megatron takes then",
         )
-    known = facts if isinstance(facts, MegatronFacts) else MegatronFacts(CommonState({}, {}))
     common, names = replace(known.common, args=said), [p.fqn for p in checkpoint.parameters]
     rules = KeyRules.for_model(names, local=said["transformer_impl"] == "local")
     numbered = {*rules.numbered, *(("decoder.layers",) if common.layers_differ else ())}
     numbered_rules = replace(rules, numbered=frozenset(numbered))
-    return MegatronFacts(common, steps=known.steps, scaler=known.scaler, rules=numbered_rules)
+    return MegatronFacts(common, steps=steps, scaler=known.scaler, rules=numbered_rules)
+
+
+def _steps_of_groups(checkpoint: Checkpoint) -> list[Scalar | None]:
+    """The steps of each param group of a source of another format; none if the groups are not Megatron-core's.
+
+    They are if they have the fields by which it finds a group, and the members that its rule gives them.
+    """
+    groups = () if checkpoint.optimizer is None else checkpoint.optimizer.groups
+    fields, found = [g.hyper_parameters for g in groups], list[Scalar | None]()
+    apart = any(f.get("is_expert_parallel") is True for f in fields)
+    for index, held in enumerate(fields):
+        if any(name not in held for name in _IDENTITY):
+            return []
+        counts: set[float | None] = set()
+        for p in checkpoint.members(index):
+            decays = not (p.fqn.endswith(".bias") or len(p.shape) == 1)
+            of_experts = apart and EXPERT.fullmatch(p.fqn) is not None
+            if held["wd_mult"] != float(decays) or (held.get("is_expert_parallel") is True) is not of_experts:
+                return []
+            counts.add(p.scalars["step"].value if "step" in p.scalars else None)
+        step = counts.pop() if len(counts) == 1 else None
+        if step is None or not float(step).is_integer():
+            return []
+        found.append(Scalar(int(step)))
+    return found
 
 
 def _of_run(checkpoint: Checkpoint, facts: MegatronFacts, args: Mapping[str | int, Node]) -> MegatronFacts:
@@ -226,6 +259,8 @@ class Layout:
         if optimizers:
             one = len(optimizers) == 1
             items["optimizer"] = optimizers[0] if one else mapping_of(dict(enumerate(optimizers)))
+            if _SCHEDULE not in items:
+                self._warnings.append(_NO_SCHEDULE)
         else:
             self._warnings.append(NO_OPTIMIZER)
         return mapping_of({**items, "content_metadata": mapping_of(metadata)})
