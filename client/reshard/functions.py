@@ -422,7 +422,9 @@ def inspect(
     spec = source_of(place, given)
     if url is not None and compare:
         raise RequestError(
-            "request.invalid", "compare: a service reads no tensors to inspect", fix="leave url out, near the files"
+            "request.invalid",
+            "compare: a service reads no tensors to inspect",
+            fix="leave url out, or run `reshard inspect SRC --compare`, on a machine near the checkpoint",
         )
     if url is not None:
         with client_of(url, token) as client:

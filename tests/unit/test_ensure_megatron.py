@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from reshard.ensuring.world import MegatronLayout
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.options import SourceSpec
+from reshard_engine.storage.locations import serving
+from reshard_engine.testing.stores import MemoryStore
 
 LOCAL = {"transformer_impl": "local", "moe_grouped_gemm": False, "accumulate_allreduce_grads_in_fp32": True}
 STEP, TRACKER = "iter_0000007", "latest_checkpointed_iteration.txt"
@@ -164,15 +167,98 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert raised(SourceError, reshard.ensure, run, tp=1).code in {"source.unknown_kind", "checkpoint.incomplete"}
 
 
-def test_nothing_is_converted_away_from_local_directories(tmp_path: Path) -> None:
+class Noted(MemoryStore):
+    """A store that notes what is written, in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[str] = []
+
+    def put(self, path: str, data: Any, **options: Any) -> Any:
+        self.written.append(path)
+        return super().put(path, data, **options)
+
+
+@pytest.fixture
+def store() -> Iterator[Noted]:
+    """An object store behind `mem://`."""
+    made = Noted()
+    with serving("mem", made):
+        yield made
+
+
+def test_runs_in_object_stores(tmp_path: Path, store: Noted) -> None:
+    """The tracker is the last of the result's files; what is there is found again, and not written."""
     run = buckets(tmp_path / "run")
-    assert reshard.ensure(run, tp=2, pp=2, out="s3://bucket/run") == str(run)
-    error = raised(RequestError, reshard.ensure, run, tp=1, out="s3://bucket/run")
-    assert error.code == "request.invalid"
-    assert error.fix == f"reshard convert {run} DST/{STEP} --to megatron"
-    line = error.fix.replace("DST", str(tmp_path / "now"))
+    store.load(run, "lab/run")
+    store.written.clear()
+    source, out = "mem://lab/run", "mem://lab/out"
+    for place in (source, f"{source}/{STEP}"):
+        assert reshard.ensure(place, tp=2, pp=2) == place
+        assert raised(RequestError, reshard.ensure, place, tp=1).fix.startswith("say where the result goes: --out DIR")
+    assert store.written == []
+    assert reshard.ensure(source, tp=1, out=out) == out
+    files = [p.removeprefix("lab/out/") for p in store.written if not p.startswith("lab/out/.")]
+    assert files[-2:] == [f"{STEP}/reshard.json", TRACKER]
+    there = store.snapshot("lab/out")
+    assert there[f"lab/out/{TRACKER}"] == b"7"
+    assert {p.split("/")[2] for p in there} == {STEP, TRACKER}, "no records are left"
+    assert kind(out) == "megatron-torch-dist"
+    assert same(run, out)
+    sizes: list[dict[str, Any]] = [{"tp": 1}, {"tp": 1, "tag": STEP}]
+    for asks in sizes:
+        assert reshard.ensure(source, out=out, **asks) == out
+    assert reshard.ensure(f"{source}/{STEP}", tp=1, out=out) == f"{out}/{STEP}"
+    assert reshard.ensure(out, tp=4, pp=2) == out
+    assert store.snapshot("lab/out") == there
+
+
+def test_results_on_the_other_side(tmp_path: Path, store: Noted) -> None:
+    """From a local directory into an object store, and the other way."""
+    run = buckets(tmp_path / "run")
+    assert reshard.ensure(run, tp=2, pp=2, out="mem://lab/up") == str(run)
+    assert reshard.ensure(run, tp=1, out="mem://lab/up") == "mem://lab/up"
+    assert same(run, "mem://lab/up")
+    store.load(run, "lab/run")
+    down = tmp_path / "down"
+    for _ in range(2):
+        assert reshard.ensure("mem://lab/run", tp=1, out=down) == str(down)
+    assert ((down / TRACKER).read_text(), same(run, down)) == ("7", True)
+    assert reshard.ensure(down, tp=4) == str(down)
+    other = buckets(tmp_path / "other", seed=9)
+    assert raised(RequestError, reshard.ensure, other, tp=1, out="mem://lab/up").code == "request.target_exists"
+
+
+def test_an_iteration_that_no_tracker_names(tmp_path: Path, store: Noted) -> None:
+    """The command of the error writes it under a name that one does."""
+    store.load(buckets(tmp_path / "run") / STEP, "lab/mine")
+    error = raised(RequestError, reshard.ensure, "mem://lab/mine", tp=1, out="mem://lab/out")
+    assert error.fix == "reshard convert mem://lab/mine DST/iter_NNNNNNN --to megatron"
+    line = error.fix.replace("DST/iter_NNNNNNN", str(tmp_path / "now" / STEP))
     assert command(*shlex.split(line)[1:])[0] == 0
-    assert same(run, tmp_path / "now")
+    assert same(tmp_path / "run", tmp_path / "now")
+
+
+def test_a_release(tmp_path: Path, store: Noted) -> None:
+    """A tracker may say `release`, which is the directory's name, too."""
+    run = tmp_path / "run"
+    buckets(run)
+    (run / STEP).rename(run / "release")
+    (run / TRACKER).write_text("release")
+    assert load_engine().inspect(SourceSpec(url=str(run))).tag == "release"
+    for place in (run, run / "release"):
+        assert reshard.ensure(place, tp=2, pp=2) == str(place)
+    result = Path(reshard.ensure(run, tp=1))
+    assert result.name.startswith("release-megatron-")
+    assert ({p.name for p in result.iterdir()}, (result / TRACKER).read_text()) == ({"release", TRACKER}, "release")
+    assert same(run, result)
+    assert asked(run, tp=1, pp=2).outcome is Outcome.EARLIER
+    assert Path(reshard.ensure(run / "release", tp=1)) == result / "release"
+    store.load(run, "lab/run")
+    assert reshard.ensure("mem://lab/run", tp=1, out="mem://lab/out") == "mem://lab/out"
+    assert store.snapshot("lab/out")[f"lab/out/{TRACKER}"] == b"release"
+    reshard.convert(run, tmp_path / "own" / "release", to="megatron", progress=False)
+    assert (tmp_path / "own" / TRACKER).read_text() == "release"
 
 
 def test_another_kind_of_run_gets_its_own_files(tmp_path: Path) -> None:

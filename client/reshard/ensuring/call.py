@@ -33,6 +33,7 @@ from reshard.ensuring.local_checkpoints import (
     find_source,
     finished,
     is_distributed,
+    is_iteration,
     local_path,
     megatron_run,
     place_companions,
@@ -285,7 +286,7 @@ def loader_of(
     megatron = path is not None and megatron_run(path, tag) is not None
     own = path is not None and not megatron and is_distributed(path if tag is None else os.path.join(path, tag))
     named = None if framework is None else str(framework)
-    return Loader(to, named, source_is_distributed=own, source_is_megatron=megatron)
+    return Loader(to, named, source_is_distributed=own, source_is_megatron=megatron, source_is_away=path is None)
 
 
 def ensured(
@@ -374,18 +375,21 @@ class _Task:
         layout = self.wanted.layout(found)
         if fits(found, layout, self.wanted.dtype):
             return Ensured(source, Outcome.SOURCE)
-        if isinstance(layout, MegatronLayout):
+        place = _said_place(source, out)
+        own = found.tag or source.rstrip("/").rpartition("/")[2]
+        megatron = isinstance(layout, MegatronLayout)
+        if megatron and not is_iteration(own):
             raise RequestError(
                 "request.invalid",
-                f"{printable(source)} is a run of Megatron-core, and `ensure` converts such runs in local directories "
-                "only",
-                fix=f"reshard convert {shlex.quote(source)} DST/{found.tag or 'iter_NNNNNNN'} --to megatron"
+                f"{printable(source)} is of Megatron-core, and its tracker can name {printable(own)} in no result",
+                fix=f"reshard convert {shlex.quote(source)} DST/iter_NNNNNNN --to megatron"
                 + (f" --ep {layout.ep}" if layout.ep > 1 else ""),
             )
-        place = _said_place(source, out)
-        name = None if not isinstance(layout, NativeLayout) else found.tag or source.rstrip("/").rpartition("/")[2]
+        name = own if megatron or isinstance(layout, NativeLayout) else None
         self._convert_into(spec, found, layout, place, name)
-        return Ensured(place, Outcome.CONVERTED, layout)
+        # Who names an iteration gets an iteration, as of a local directory.
+        named = megatron and found.tag is None
+        return Ensured(f"{place.rstrip('/')}/{own}" if named else place, Outcome.CONVERTED, layout)
 
     def _remote_step(self, source: str, step: RemoteStep, out: str | None, error: SourceError) -> Ensured:
         """Make a run of one step: each model, and the tracker, which is written last and makes the result complete.
@@ -426,6 +430,9 @@ class _Task:
         if work is not None and not self.sharing.launch.first_on_node:
             self._leave_to_the_first(SourceSpec(url=place, tag=name), layout)
         request = self.request(spec, place if name is None else f"{place.rstrip('/')}/{name}", layout)
+        if isinstance(layout, MegatronLayout):
+            # The tracker is the last of the conversion's own files; a service writes it, too.
+            request = request.model_copy(update={"pointer": True})
         tags = () if name is None else (name,)
         self.maker.convert(request, key, lambda: here is None or finished(here, tags), work)
 
@@ -681,7 +688,7 @@ class _Local:
         elif self._source.step:
             place_step(self._source, target)
         elif isinstance(layout, MegatronLayout):
-            track(target, TRACKERS[0], str(int(self._source.tag.rpartition("_")[2])))
+            track(target, TRACKERS[0], self._source.tag)
 
     def _refuse_foreign(self, target: str, key: str) -> None:
         """Refuse a directory of the user that holds another checkpoint, before its neighbours are replaced.

@@ -50,6 +50,8 @@ STEP = re.compile(r"global_step_([0-9]+)")
 """The name of a step of verl or SkyRL."""
 ITERATION = re.compile(r"iter_([0-9]{7,18})")
 """The name of an iteration of Megatron-core."""
+RELEASE = "release"
+"""The name of a checkpoint of Megatron-core that begins a run of others, and the text of the tracker that names it."""
 _MEGATRON_RANK = re.compile(r"mp_rank_[0-9]{2,}(?:_[0-9]{3,}){0,2}")
 _MEGATRON_DESCRIPTION = "metadata.json"
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
@@ -183,15 +185,29 @@ def megatron_run(src: str, tag: str | None) -> LocalSource | None:
     if tag is None and _pointed(src) is not None:
         return None  # a save directory of DeepSpeed, whatever else lies in it
     place = os.path.realpath(src if tag is None else os.path.join(src, tag))
-    names_tag = tag is None and ITERATION.fullmatch(os.path.basename(place)) is not None
+    names_tag = tag is None and is_iteration(os.path.basename(place)) and _holds_megatron(place)
     if tag is None and not names_tag:
-        if (number := _tracked(place)) is None:
+        if (found := _tracked_iteration(place)) is None:
             return None
-        place = os.path.join(place, f"iter_{int(number):07d}")
+        place = os.path.join(place, found)
     home, name = os.path.split(place)
-    if ITERATION.fullmatch(name) is None or not _holds_megatron(place):
+    if not is_iteration(name) or not _holds_megatron(place):
         return None
     return LocalSource(home, (name,), names_tag, megatron=True)
+
+
+def is_iteration(name: str) -> bool:
+    """True for a name by which Megatron-core's tracker can name a directory."""
+    return name == RELEASE or ITERATION.fullmatch(name) is not None
+
+
+def _tracked_iteration(directory: str) -> str | None:
+    """The directory that Megatron-core's tracker names; None without a tracker.
+
+    Source: Megatron-LM `training/checkpointing.py` (`read_metadata`: a number, or `release`).
+    """
+    text = _tracker_text(directory, TRACKERS[0])
+    return text if text == RELEASE else f"iter_{int(text):07d}" if text is not None and text.isdecimal() else None
 
 
 def _alone(source: LocalSource) -> LocalSource:
@@ -232,10 +248,13 @@ def _holds_rank(directory: str) -> bool:
 
 def _tracked(directory: str) -> str | None:
     """The number of the step that a run's tracker names; None without a tracker."""
-    for name in TRACKERS:
-        with suppress(FileNotFoundError), open(os.path.join(directory, name), "rb") as file:
-            text = file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
-            return text if text.isdecimal() else None
+    text = next((found for name in TRACKERS if (found := _tracker_text(directory, name)) is not None), "")
+    return text if text.isdecimal() else None
+
+
+def _tracker_text(directory: str, name: str) -> str | None:
+    with suppress(FileNotFoundError), open(os.path.join(directory, name), "rb") as file:
+        return file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
     return None
 
 
@@ -483,13 +502,19 @@ def place_step(source: LocalSource, target: str) -> None:
 def track(target: str, tracker: str, step: str) -> None:
     """Name a step in the tracker of a result, whole.
 
+    Args:
+        target: The directory of the result.
+        tracker: The name of the tracker.
+        step: The name of the step's directory, which ends with its number; or `release`.
+
     Raises:
         StorageError: `storage.denied`, `storage.no_space` and the like.
     """
     with writing(target):
         temporary = os.path.join(target, f".{uuid.uuid4().hex[:8]}.part")
         with open(temporary, "w", encoding="ascii") as file:
-            file.write(step.rpartition("_")[2])
+            text = step.rpartition("_")[2]
+            file.write(str(int(text)) if ITERATION.fullmatch(step) else text)
         os.replace(temporary, os.path.join(target, tracker))
 
 
@@ -558,7 +583,7 @@ def finished(save_directory: str, tags: tuple[str, ...]) -> bool:
     step = tags[-1].partition("/")[0]
     if "/" in tags[-1] and (match := STEP.fullmatch(step)) is not None:
         return whole and _tracked(save_directory) == match[1]
-    if (match := ITERATION.fullmatch(tags[-1])) is not None and _tracked(save_directory) == str(int(match[1])):
+    if is_iteration(tags[-1]) and _tracked_iteration(save_directory) == tags[-1]:
         return whole
     return whole and _pointed_latest(save_directory) in tags
 

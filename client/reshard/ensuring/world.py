@@ -139,6 +139,8 @@ class Loader:
     """Framework that will load a distributed checkpoint; None for the source's, or any."""
     source_is_distributed: bool = False
     source_is_megatron: bool = False
+    source_is_away: bool = False
+    """True for a source in an object store: an inspection tells if its kind needs a number of ranks."""
 
     def __post_init__(self) -> None:
         """Refuse arguments that do not go together.
@@ -226,12 +228,9 @@ class Wanted:
         except ValueError as error:
             raise RequestError("request.invalid", str(error), fix="reshard ensure --help") from None
         told = None if "dp" in said or loader.any_ranks else world_size(environ)
-        if told is None and "dp" not in said and not loader.any_ranks:
-            raise RequestError(
-                "request.invalid",
-                f"no launcher says how many processes there are (none of {', '.join(_LAUNCHERS)}), and no dp was given",
-                fix=_SAY_DP,
-            )
+        known = told is not None or "dp" in said or loader.any_ranks
+        if not known and (loader.kind is not None or not loader.source_is_away):
+            raise _no_ranks()
         return cls(**said, processes=None if told is None else told[0], loader=loader, choices=choices or {})
 
     def key(self) -> str:
@@ -240,7 +239,7 @@ class Wanted:
         loader = said.pop("loader")
         if self.megatron_args is None:
             del said["megatron_args"]
-        del loader["source_is_megatron"]  # of the source, whose files are in the key, too
+        del loader["source_is_megatron"], loader["source_is_away"]  # of the source, whose files are in the key, too
         said["framework"] = {("grammar" if name == "framework" else name): value for name, value in loader.items()}
         return repr(sorted((name, value) for name, value in said.items() if name != "memory_limit_bytes"))
 
@@ -269,7 +268,7 @@ class Wanted:
         """The wanted layout, completed from a source.
 
         Raises:
-            RequestError: `request.invalid` if tp x pp does not divide the number of processes.
+            RequestError: `request.invalid` if tp x pp does not divide the number of processes, or nothing says it.
         """
         kind = self.loader.kind
         if kind is None and found.format.startswith(_OF_MEGATRON):
@@ -278,6 +277,8 @@ class Wanted:
             raise RequestError("request.invalid", "--megatron-args is for runs of Megatron-core", fix="leave it out")
         if kind == DISTRIBUTED or (kind is None and is_distributed(found)):
             return DistributedLayout(framework=self.loader.framework)
+        if self.loader.source_is_away and self.dp is None and self.processes is None:
+            raise _no_ranks()
         if kind is None and (own := ranks_of(found)) is not None:
             return self._of_ranks(own)
         sizes = {axis: getattr(self, axis) or found.world.get(axis, 1) for axis in ("tp", "pp", "ep")}
@@ -302,6 +303,14 @@ class Wanted:
                 f"{first['loc'][0]}: {first['msg']}",
                 fix="give whole numbers from 1 on; reshard ensure --help names the options of a layout",
             ) from None
+
+
+def _no_ranks() -> RequestError:
+    return RequestError(
+        "request.invalid",
+        f"no launcher says how many processes there are (none of {', '.join(_LAUNCHERS)}), and no dp was given",
+        fix=_SAY_DP,
+    )
 
 
 def ranks_of(found: Inspection) -> TargetFormat | None:

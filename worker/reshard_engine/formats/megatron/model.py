@@ -27,6 +27,8 @@ from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STEP_DIRECTORY = "iter_{:07d}"
+RELEASE = "release"
+"""The name of a checkpoint that begins a run of others, and the text of the tracker that names it."""
 DESCRIPTION = "metadata.json"
 COMMON, COMMON_ENTRY = "common.pt", "common_state"
 """The file, and the entry, that may hold the common state."""

@@ -36,6 +36,7 @@ from reshard_engine.formats.megatron.model import (
     COMMON_ENTRY,
     DESCRIPTION,
     RANDOM,
+    RELEASE,
     STEP_DIRECTORY,
     TRACKER,
     MegatronFacts,
@@ -237,6 +238,8 @@ class Layout:
     def _pointer(self, name: str) -> Pointer | None:
         steps = self._checkpoint.counters.steps
         wanted = None if steps is None else STEP_DIRECTORY.format(steps)
+        if name == RELEASE:
+            return Pointer(TRACKER, RELEASE.encode())
         if wanted == name:
             return Pointer(TRACKER, str(steps).encode(), says=name)
         known = "the source counts no steps" if wanted is None else f"Megatron-LM looks for {wanted}"
