@@ -6,6 +6,7 @@ from adversarial.corpus import (
     checkpoints,
     containers,
     distributed,
+    megatron,
     pickle_code,
     pickle_exhaustion,
     pickle_structure,
@@ -25,6 +26,7 @@ THEMES = (
     safetensors_files,
     checkpoints,
     distributed,
+    megatron,
 )
 ENTRIES: tuple[Entry, ...] = tuple(sorted((e for t in THEMES for e in t.ENTRIES), key=lambda e: e.number))
 NUMBERS_ELSEWHERE = {

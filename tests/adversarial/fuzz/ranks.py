@@ -20,6 +20,7 @@ import torch
 from adversarial.corpus.archives import archive, torch_records
 from adversarial.fuzz.distributed import lies_inside
 from house.megatron_runs import MegatronRun
+from house.megatron_saves import common_state, entries, save_torch_dist, small_model as small_megatron
 from house.requests import asked
 from laws.item_files import Items, save_items
 from laws.rank_files import FSDP1, World, save_accelerate, save_verl, small_model
@@ -33,6 +34,7 @@ from reshard_engine.testing.stores import MemoryStore
 
 _PICKLES = (".pt", ".bin", ".ckpt")
 _TWO = World((2,))
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def _of_whole_tensors() -> tuple[_Directory, ...]:
 
 @cache
 def _of_megatron() -> tuple[_Directory, ...]:
-    """Buckets of `torch_dist`, and directories of two tensor-parallel ranks."""
+    """Buckets of `torch_dist`, directories of two tensor-parallel ranks, and a run with optimizers by parameters."""
     run = MegatronRun(tensor=2)
 
     def inside(save: Callable[[Path], Path]) -> Callable[[Path], None]:
@@ -148,14 +150,19 @@ def _of_megatron() -> tuple[_Directory, ...]:
 
         return into
 
+    def tracked(folder: Path) -> None:
+        save_torch_dist(folder / "iter_0000007", entries(small_megatron(experts=2)), common_state())
+        (folder / TRACKER).write_text("7")
+
     model, optimizer = "mp_rank_01/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"
     return (
         _made(inside(run.save_torch_dist), ".metadata", "common.pt", "metadata.json"),
         _made(inside(run.save_legacy), model, optimizer),
+        _made(tracked, TRACKER, "iter_0000007/.metadata", "iter_0000007/common.pt", "iter_0000007/metadata.json"),
     )
 
 
-def _fuzz(directories: Sequence[_Directory], data: bytes) -> None:
+def _fuzz(directories: Sequence[_Directory], data: bytes, *, also: str | None = None) -> None:
     """One part of one directory, up to the layout of a target; what was read lies inside of its files."""
     parts = [(directory, name) for directory in directories for name in directory.parts]
     directory, name = parts[data[0] % len(parts) if data else 0]
@@ -168,6 +175,8 @@ def _fuzz(directories: Sequence[_Directory], data: bytes) -> None:
     fields = {"source": {"url": "/data/in"}, "target": "/data/out", "to": "dcp", "opaque": "drop"}
     request = asked(**fields, options={"dcp": {"framework": "state-dict"}})
     writer_of("dcp").lay_out(checkpoint, request, name="out")
+    if also is not None:
+        writer_of(also).lay_out(checkpoint, asked(**fields | {"to": also}), name="out")
 
 
 def _seeds(directories: Sequence[_Directory]) -> list[bytes]:
@@ -191,8 +200,8 @@ def fuzz_whole_tensors(data: bytes) -> None:
 
 
 def fuzz_megatron(data: bytes) -> None:
-    """A file of Megatron-core beside the others of its save."""
-    _fuzz(_of_megatron(), data)
+    """A file of Megatron-core beside the others of its save; it is laid out for Megatron-core, too."""
+    _fuzz(_of_megatron(), data, also="megatron")
 
 
 def seeds_of_ranks() -> list[bytes]:

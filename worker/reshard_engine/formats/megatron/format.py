@@ -83,12 +83,14 @@ from reshard_engine.formats.megatron.ranks_writer import MegatronWriter
 from reshard_engine.formats.model_weights import checked_state
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import Listing, read_bytes
+from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import KnownFiles
 from reshard_engine.tensors.shard_map import Boxes, LogicalTensor, ShardMapBuilder, add_boxes
 
 _MOST_BYTES = 1 << 16
+_KEY, _BACKEND = "sharded_backend", "torch_dist"
+"""The entry of the description that names the backend, and its value for distributed checkpoints of torch."""
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.(.+?)\.(.+)")
 """The key of a state of one parameter: the state's name, and the parameter's key."""
 _OF_SOURCES = frozenset({"damaged", "hf_rules"})
@@ -152,14 +154,26 @@ class _Stored:
         return add_boxes(builder, LogicalTensor(self.entry.name, self.state, self.dtype, self.shape), self.boxes)
 
 
+def _description(location: Location, info: ObjectInfo) -> dict[str, Any] | None:
+    """The object in a `metadata.json`; None for a file that holds none."""
+    if info.size_bytes > _MOST_BYTES:
+        return None
+    try:
+        said = parse_json(read_bytes(location.store, info), code="checkpoint.malformed", what=DESCRIPTION)
+    except ReshardError:
+        return None
+    return cast("dict[str, Any]", said) if isinstance(said, dict) else None
+
+
 class TorchDistReader:
     """Reads a directory that `dist_checkpointing.save` wrote with the backend `torch_dist`."""
 
     family = "megatron"
 
     def recognises(self, listing: Listing) -> bool:
-        """True if the directory has Megatron's description beside torch's metadata; `is_torch_dist` reads it."""
-        return {DESCRIPTION, METADATA_FILE} <= listing.by_name.keys()
+        """True if the directory has Megatron's description, or its common file, beside torch's metadata."""
+        names = listing.by_name.keys()
+        return METADATA_FILE in names and not names.isdisjoint((DESCRIPTION, COMMON))
 
     def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """Read the model, its optimizer and the run's state.
@@ -167,6 +181,15 @@ class TorchDistReader:
         Raises:
             SourceError: `checkpoint.*`, `pickle.*`, `zip.*`, `source.unsupported`, `name.invalid`.
         """
+        info = listing.by_name.get(DESCRIPTION)
+        said = None if info is None else _description(location, info)
+        if said is None or said.get(_KEY) != _BACKEND:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{printable(location.url)} has {COMMON} of Megatron-core, and no {DESCRIPTION} that says {_BACKEND}: "
+                "it is written last, and no run loads the files without it",
+                fix="copy the checkpoint again, or take an earlier one",
+            )
         return _Assembly(location, listing, options).checkpoint()
 
 
@@ -404,17 +427,18 @@ class Megatron(Format):
         return MegatronWriter()
 
     def owns(self, location: Location, listing: Listing) -> bool:
-        """True if the description names Megatron's backend: other programs write a `metadata.json` as well."""
-        info = listing.by_name.get(DESCRIPTION)
+        """True if the description names Megatron's backend: other programs write a `metadata.json` as well.
+
+        With `common.pt` beside `.metadata`, one that is missing or cut off belongs to a save that did not end, which
+        must not be taken for a distributed checkpoint of another program.
+        """
+        info, common = listing.by_name.get(DESCRIPTION), {COMMON, METADATA_FILE} <= listing.by_name.keys()
         if info is None:
-            return holds_ranks(location, listing)
-        if info.size_bytes > _MOST_BYTES:
-            return False
-        try:
-            said = parse_json(read_bytes(location.store, info), code="checkpoint.malformed", what=DESCRIPTION)
-        except ReshardError:
-            return False
-        return isinstance(said, dict) and cast("dict[str, Any]", said).get("sharded_backend") == "torch_dist"
+            return common or holds_ranks(location, listing)
+        said = _description(location, info)
+        if common:
+            return said is None or _KEY in said
+        return said is not None and said.get(_KEY) == _BACKEND
 
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """The members of param groups, unless experts get groups of their own: a run makes its groups anew."""
