@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from faults import memory_trials
+from faults import local_trials, memory_trials
 from faults.judge import strays
-from faults.small import NAME, small_request
+from faults.small import EVERY_LAYOUT, NAME, STEP, small_request
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import ReshardError
 from reshard.local import load_engine
@@ -22,6 +22,7 @@ from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import Fault, FaultyStore, MemoryStore, Steps
 
 ENGINE = load_engine()
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def _stopped(request: ConvertRequest) -> None:
@@ -175,3 +176,19 @@ def test_staged_bytes_that_changed_are_written_again(small_root: Path, tmp_path:
     staged.write_bytes(bytes(staged.stat().st_size))
     assert ENGINE.convert(request).resumed_bytes == 0
     assert ENGINE.verify(request.target).ok
+
+
+def test_megatrons_tracker_names_nothing_that_is_being_replaced(memory: MemoryStore, small_root: Path) -> None:
+    """It holds a number, and stayed while the iteration that it means was removed."""
+    case = memory_trials.overwrite_case(memory, EVERY_LAYOUT)
+    gone = next(o for o in case.operations() if o.name == "delete" and f"/{STEP}/" in o.path)
+    store = memory_trials.clone(case.store)
+    assert TRACKER in memory_trials.tree(store)
+    assert memory_trials.attempt(FaultyStore(store, Steps({gone.number: Fault.KILL_BEFORE})), case.request) == "killed"
+    assert TRACKER not in memory_trials.tree(store)
+    local = local_trials.overwrite_case(small_root, EVERY_LAYOUT)
+    local.prepare()
+    moved = next(o for o in local.operations()[0] if o.name in {"rename", "replace"} and o.path.endswith(STEP))
+    local.prepare()
+    assert local_trials.run_child(local, local_trials.scripted(moved.number, Fault.KILL_BEFORE, 0)).wait() == ""
+    assert TRACKER not in local_trials.tree(local.parent)

@@ -137,7 +137,7 @@ class _Stored:
     def of(self, entries: Sequence[Entry]) -> Iterator[_Stored]:
         """The tensors of layers, or of experts, of an entry that has axes for them."""
         # A layer is cut out once for all of its experts, as each cut goes through all boxes.
-        held: dict[tuple[int, ...], _Stored] = {(): self}
+        held: dict[tuple[int, ...], _Stored] = {}
         for entry in entries:
             found = self
             for depth, at in enumerate(entry.index, start=1):
