@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from laws.dcp_files import Save, Sharded, save
@@ -98,3 +99,48 @@ def save_torch_dist(
     if common is not None:
         torch.save(dict(common), directory / "common.pt")
     return directory
+
+
+def as_bridge_saves(place: Path) -> Path:
+    """Turn a `torch_dist` checkpoint into one of Megatron-Bridge, as its source says; returns its run's directory.
+
+    The common state has no arguments. Beside the files of Megatron-core are the configuration, field by field, and the
+    state of the run; above them is a copy of that. The configuration of a real run is shaped so: Megatron-Bridge
+    0.1.0rc3, Llama.
+    """
+    common = torch.load(place / "common.pt", weights_only=False)
+    args = vars(common.pop("args"))
+    torch.save(common, place / "common.pt")
+    names = (
+        "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size",
+        "pipeline_model_parallel_size",
+        "tensor_model_parallel_size", "virtual_pipeline_model_parallel_size", "expert_model_parallel_size",
+        "expert_tensor_parallel_size", "context_parallel_size", "moe_grouped_gemm", "transformer_impl", "normalization",
+    )  # fmt: skip
+    gated = args["swiglu"]
+    model = {
+        "_target_": "megatron.bridge.models.llama.llama_provider.Llama31ModelProvider",
+        "activation_func": {"_call_": False, "_target_": f"torch.nn.functional.{'silu' if gated else 'gelu'}"},
+        "gated_linear_unit": gated, "num_moe_experts": args["num_experts"], "pipeline_model_parallel_layout": None,
+        "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
+        "num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None,
+        **{name: args.get(name) for name in names},
+    }  # fmt: skip
+    config = {
+        "ddp": {
+            "_target_": "megatron.bridge.training.config.DistributedDataParallelConfig", "grad_reduce_in_fp32": True,
+            "overlap_grad_reduce": args["overlap_grad_reduce"], "bucket_size": args["ddp_bucket_size"],
+            "num_distributed_optimizer_instances": 1, "pad_buckets_for_high_nccl_busbw": False,
+        },
+        "model": model,
+        "optimizer": {"optimizer": "adam", "lr": 1e-3, "min_lr": 1e-5, "decoupled_weight_decay": True},
+        "peft": None,
+    }  # fmt: skip
+    (place / "run_config.yaml").write_text(yaml.safe_dump(config))
+    state = {"step": torch.tensor(common["iteration"], dtype=torch.int32)}
+    state |= {"consumed_train_samples": torch.tensor(args["consumed_train_samples"], dtype=torch.int32)}
+    state |= {"do_train": torch.tensor(True), "floating_point_operations_so_far": torch.tensor(1.0)}
+    torch.save(state, place / "train_state.pt")
+    torch.save(state, place.parent / "latest_train_state.pt")
+    (place.parent / "latest_checkpointed_iteration.txt").unlink(missing_ok=True)
+    return place.parent

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
+from house.megatron_saves import as_bridge_saves
 from oracle.dcp_cases import is_here
 from oracle.launcher import Worlds
 from oracle.megatron_train import Run
@@ -114,6 +115,17 @@ def test_megatron_goes_on_at_other_layouts(name: str, tmp_path: Path, worlds: Wo
         assert reshard.verify(target).ok
         now = {k: v for k, v in case.items() if k not in own} | layout
         goes_on(worlds, begun, now, ["torch_dist", str(target.parent)], tmp_path / f"now_{number}", close=_close(case))
+
+
+def test_megatron_goes_on_from_files_of_megatron_bridge(tmp_path: Path, worlds: Worlds) -> None:
+    """A real save of Megatron-core, and beside it what Megatron-Bridge's source writes: the tool itself needs a GPU."""
+    case = LLAMA | {"tp": 2, "pp": 2, "dtype": "bf16"}
+    begun = run(worlds, case, tmp_path / "begun", save=[["dp_reshardable", str(tmp_path / "saved")]])
+    source, target = as_bridge_saves(tmp_path / "saved" / STEP), tmp_path / "to" / STEP
+    assert reshard.inspect(str(source)).world == {"tp": 2, "pp": 2, "dp": 1}
+    reshard.convert(source, target, to="megatron", progress=False)
+    now = {k: v for k, v in case.items() if k not in ("tp", "pp")}
+    goes_on(worlds, begun, now, ["torch_dist", str(target.parent)], tmp_path / "now", close=_close(case))
 
 
 @pytest.mark.parametrize(

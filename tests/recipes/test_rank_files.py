@@ -11,6 +11,7 @@ import torch
 
 import reshard
 from house.megatron_runs import MegatronRun
+from house.megatron_saves import as_bridge_saves
 from house.promises import command
 from house.repository import ROOT, code_blocks
 from house.saves import LAUNCHERS, same
@@ -122,12 +123,14 @@ def test_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     MegatronRun(experts=4, expert_ranks=4, data=4, said=local).save_torch_dist(tmp_path / "runs" / "moe")
     for name in ("gpt", "moe"):
         (tmp_path / "runs" / name / "latest_checkpointed_iteration.txt").write_text("7")
+    as_bridge_saves(MegatronRun(said=local).save_torch_dist(tmp_path / "runs" / "bridge"))
     said = _run("megatron.md", tmp_path, monkeypatch)
     runs = tmp_path / "runs"
     (ensured,) = (Path(line) for line in said if ".reshard" in line)
     assert (ensured / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert _same_tensors(runs / "gpt", ensured)
-    for source, results in {"gpt": ("gpt-any", "gpt-ranks"), "moe": ("moe-ep2", "moe-ep1")}.items():
+    written = {"gpt": ("gpt-any", "gpt-ranks"), "moe": ("moe-ep2", "moe-ep1"), "bridge": ("bridge-any",)}
+    for source, results in written.items():
         assert [r for r in results if not _same_tensors(runs / source, runs / r)] == []
     assert (runs / "gpt-any" / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert (runs / "gpt-ranks" / "iter_0000007" / "mp_rank_01" / "distrib_optim.pt").exists()

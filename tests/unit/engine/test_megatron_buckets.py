@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import reshard
 from house.megatron_runs import EMBEDDING, OUTPUT, PAIR, MegatronRun
+from house.megatron_saves import as_bridge_saves
 from oracle.whole_tensors import named, whole
 from reshard.errors import ReshardError
 
@@ -70,6 +71,35 @@ def test_a_parallel_save_keeps_no_order_and_needs_none(tmp_path: Path) -> None:
     run = MegatronRun(tensor=2, pipeline=2)
     source = run.save_torch_dist(tmp_path / "run", shuffled=True)
     assert differing(found_in(source, tmp_path), run.expected()) == []
+
+
+@pytest.mark.parametrize("run", [MegatronRun(data=3), MegatronRun(bucket=700), MegatronRun(vocabulary=11, tied=True)])
+def test_files_of_megatron_bridge_stand_for_arguments(run: MegatronRun, tmp_path: Path) -> None:
+    """Without `args`: the configuration beside it says the layout, and the run's state the counters."""
+    source = as_bridge_saves(run.save_torch_dist(tmp_path / "run"))
+    assert differing(found_in(source, tmp_path), run.expected()) == []
+    found = reshard.inspect(str(source))
+    assert (found.tag, found.step, found.world) == ("iter_0000007", 7, {"tp": 1, "pp": 1, "dp": run.data})
+    result = reshard.convert(source, tmp_path / "to" / "iter_0000007", to="megatron", progress=False)
+    assert {"run_config.yaml", "train_state.pt"} <= {n.path for n in result.not_carried}
+    args = torch.load(tmp_path / "to" / "iter_0000007" / "common.pt", weights_only=False)["args"]
+    assert (args.num_layers, args.swiglu, args.consumed_train_samples) == (4, True, 56)
+    assert args.untie_embeddings_and_output_weights is not run.tied
+
+
+def test_a_configuration_that_is_none_leaves_the_places_open(tmp_path: Path) -> None:
+    place = MegatronRun().save_torch_dist(tmp_path / "run")
+    as_bridge_saves(place)
+    for text in ("model: [1]", "model: &a {num_layers: 4}\nddp: *a", "model: {num_layers: 4", "7"):
+        (place / "run_config.yaml").write_text(text)
+        error = refused(place, tmp_path)
+        assert error.code == "checkpoint.ambiguous"
+        result = reshard.convert(place, tmp_path / f"weights_{len(text)}", to="safetensors", progress=False)
+        assert any("its arguments are not read" in n.reason for n in result.not_carried)
+    (place / "run_config.yaml").unlink()
+    (place.parent / "latest_train_state.pt").write_bytes((place / "common.pt").read_bytes())
+    with pytest.raises(ReshardError, match="--tag"):
+        reshard.inspect(str(place.parent))
 
 
 @pytest.mark.parametrize("kind", SAVES)

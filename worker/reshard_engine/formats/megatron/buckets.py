@@ -146,6 +146,16 @@ class SavedBuckets:
             )
         buffer.buckets.setdefault(bucket, {})[state] = tensor
 
+    def saving_ranks(self) -> int:
+        """The ranks that saved parts of buckets, if they are numbered from 0 on; else 0."""
+        ranks: set[int] = set()
+        for vector in self._vectors():
+            entry, metadata = vector.entry, vector.part.metadata
+            for number in np.unique(metadata.file[entry.first : entry.first + entry.count]).tolist():
+                match = _FILE_OF_RANK.fullmatch(metadata.files[int(number)])
+                ranks.add(int(match[1]) if match is not None else -1)
+        return len(ranks) if ranks == {*range(len(ranks))} else 0
+
     def has_read(self, key: str) -> bool:
         """True for an object that is read here."""
         return _OBJECT.fullmatch(key) is not None

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint, Counters, OptimizerState, ParamGroup, Question, Scalar, Undecided
+from reshard_engine.containers.source_file import parse_yaml
 from reshard_engine.formats.megatron.names import EXPERT
 from reshard_engine.pickles.nodes import (
     Global,
@@ -28,6 +30,7 @@ from reshard_engine.pickles.nodes import (
     mapping_items,
     mapping_of,
     namespace_items,
+    node_of,
     sequence_items,
 )
 
@@ -114,6 +117,77 @@ class CommonState:
         sizes = {short: self.number(f"{name}_parallel_size") for short, name in kinds.items()}
         always = ("tp", "pp", "dp")
         return {short: size for short, size in sizes.items() if size is not None and (size > 1 or short in always)}
+
+
+# Megatron-Bridge.
+
+RUN_CONFIG, TRAIN_STATE = "run_config.yaml", "train_state.pt"
+"""The files in which Megatron-Bridge keeps what Megatron-LM has in its arguments."""
+LATEST_STATE = f"latest_{TRAIN_STATE}"
+"""Its tracker: a copy of the newest iteration's state."""
+_SAME = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "position_embedding_type", "rotary_base",
+    "rotary_percent", "seq_length", "vocab_size", "make_vocab_size_divisible_by", "multi_latent_attention",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "moe_ffn_hidden_size", "moe_grouped_gemm", "moe_layer_freq", "moe_router_topk", "moe_use_legacy_grouped_gemm",
+    "moe_mlp_glu_interleave_size", "transformer_impl", "bf16", "fp16",
+)  # fmt: skip
+"""Fields of `model` that mean what the argument of that name does."""
+_RENAMED = {
+    "model": {
+        "num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon",
+        "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+        "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    },
+    "ddp": {
+        "overlap_grad_reduce": "overlap_grad_reduce", "bucket_size": "ddp_bucket_size",
+        "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+        "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+        "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
+        "use_distributed_optimizer": "use_distributed_optimizer", "use_megatron_fsdp": "use_megatron_fsdp",
+        "fp8_param_gather": "fp8_param_gather",
+    },
+    "optimizer": {name: name for name in ("optimizer", "lr", "min_lr", "weight_decay", "decoupled_weight_decay")},
+}  # fmt: skip
+"""Fields of each section, and the arguments that mean the same."""
+
+
+def args_of_run_config(text: str) -> dict[str | int, Node]:
+    """The arguments that a `run_config.yaml` of Megatron-Bridge stands for.
+
+    Sections are dataclasses of Megatron-core and of Megatron-Bridge, field by field; what has no argument is left out.
+
+    Args:
+        text: The file.
+
+    Raises:
+        ValueError: It is no such file; the text is the reason.
+
+    Source: Megatron-Bridge 0.1 to 0.3 `training/checkpointing.py` (`generate_state_dict` saves no arguments,
+    `save_checkpoint` writes the file), `training/config.py` (`ConfigContainer`); Megatron-LM `training/arguments.py`
+    (`core_transformer_config_from_args`), `training/training.py` (`get_model`: `ddp_bucket_size`).
+    """
+    found = parse_yaml(text)
+    sections: dict[str, Any] = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    held = {name: sections.get(name) for name in _RENAMED}
+    fields = {name: cast("dict[str, Any]", one) for name, one in held.items() if isinstance(one, dict)}
+    if "num_layers" not in (model := fields.get("model", {})):
+        raise ValueError("it has no section `model` with num_layers")
+    args = {name: model[name] for name in _SAME if name in model}
+    for section, names in _RENAMED.items():
+        args |= {name: fields[section][key] for key, name in names.items() if key in fields.get(section, {})}
+    if isinstance(shared := model.get("share_embeddings_and_output_weights"), bool):
+        args["untie_embeddings_and_output_weights"] = not shared
+    function, gated = model.get("activation_func"), model.get("gated_linear_unit")
+    name = cast("dict[str, Any]", function).get("_target_") if isinstance(function, dict) else None
+    if gated is False or (gated is True and name == "torch.nn.functional.silu"):
+        args["swiglu"] = gated
+    if isinstance(args.get("num_query_groups"), int) and isinstance(args.get("num_attention_heads"), int):
+        args["group_query_attention"] = args["num_query_groups"] != args["num_attention_heads"]
+    return {name: node_of(value) for name, value in args.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from reshard.choices import DamagedPolicy, NameScheme, TargetFormat
+from reshard.choices import DamagedPolicy, NameScheme, OpaquePolicy, TargetFormat
 from reshard.errors import RequestError, ReshardError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
 from reshard.options import MegatronOptions, NativeLayout
@@ -54,11 +55,15 @@ from reshard_engine.formats.megatron.across import (
 from reshard_engine.formats.megatron.buckets import SavedBuckets, SavedWeight, is_of_buckets
 from reshard_engine.formats.megatron.buffers import LayoutError
 from reshard_engine.formats.megatron.common import (
+    LATEST_STATE,
     OF_EXPERTS,
+    RUN_CONFIG,
     SCALED,
     SCALER,
+    TRAIN_STATE,
     CommonState,
     ReadGroups,
+    args_of_run_config,
     only_one,
     read_groups,
 )
@@ -81,7 +86,8 @@ from reshard_engine.formats.megatron.model import (
 from reshard_engine.formats.megatron.names import MAX_LAYERS, Entry, KeyRules, entries_of, half_of, name_at
 from reshard_engine.formats.megatron.ranks_writer import MegatronWriter
 from reshard_engine.formats.model_weights import checked_state
-from reshard_engine.pickles.nodes import Node
+from reshard_engine.pickles.nodes import Node, PTensor, is_mapping, mapping_items
+from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
 from reshard_engine.tensors.dtypes import Dtype
@@ -103,6 +109,8 @@ _OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
 """The begin of a key that stands for all layers; others have a number there, and may have an axis of experts."""
 _EXTRA_STATE = "._extra_state"
+_MOST_CONFIG_BYTES = 1 << 22
+_BRIDGE_REASON = "a file of Megatron-Bridge: copy it into the iteration's directory, if Megatron-Bridge is to go on"
 _OBJECT_REASON = "an object that only Megatron-core reads"
 _NAMES = (NameScheme.HUGGING_FACE, NameScheme.MEGATRON_CORE)
 _MODEL_SPACE = "fully_sharded_model_space"
@@ -205,6 +213,9 @@ class _Assembly:
         self._carried = CarriedValues(self._builder)
         self._common = CommonState.of(self._common_node(location, listing), COMMON)
         self._buckets = SavedBuckets(self._builder, self._state, options.ledger)
+        self._beside: list[NotCarried] = []
+        if not self._common.args:
+            self._common = replace(self._common, args=self._args_of_bridge(location, listing))
         self._chunks = ChunkTensors(self._builder, self._state.files, self._wanted(), options.ledger)
         self._model = ModelBuilder(self._builder, self._common)
         self._whole: dict[str, SavedWeight] = {}
@@ -245,6 +256,30 @@ class _Assembly:
                 fix=_COPY_AGAIN,
             )
         return only_one(self._opened([value])[0], COMMON_ENTRY)
+
+    def _args_of_bridge(self, location: Location, listing: Listing) -> dict[str | int, Node]:
+        """The arguments that files of Megatron-Bridge beside the checkpoint stand for; empty without such files."""
+        store, found = location.store, listing.by_name
+        self._beside += named([name for name in (RUN_CONFIG, TRAIN_STATE) if name in found], _BRIDGE_REASON)
+        config, state = found.get(RUN_CONFIG), found.get(TRAIN_STATE)
+        if config is None or config.size_bytes > _MOST_CONFIG_BYTES:
+            return {}
+        try:
+            args = args_of_run_config(read_bytes(store, config).decode("utf-8"))
+        except ValueError as error:
+            self._beside.append(NotCarried(path=RUN_CONFIG, reason=f"its arguments are not read: {error}"))
+            return {}
+        if (
+            state is not None
+            and (samples := _count(SourceFile(store, TRAIN_STATE, (state,)), "consumed_train_samples")) is not None
+        ):
+            args["consumed_train_samples"] = samples
+        shared = [args.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")]
+        if all(isinstance(n, int) and n > 0 for n in shared) and (ranks := self._buckets.saving_ranks()):
+            # Every rank saves its part of each bucket, so that the ranks of files are all ranks of the run.
+            data, rest = divmod(ranks, prod(cast("list[int]", shared)))
+            args |= {} if rest else {"data_parallel_size": data}
+        return args
 
     def _opened(self, values: Sequence[SavedValue]) -> list[Node]:
         parsed = open_values(self._files, values, self._options.ledger)
@@ -381,7 +416,7 @@ class _Assembly:
         carries, scales = self._options.target == Megatron.targets[0], self._options.target in SCALED
         random: dict[tuple[int, ...], SavedValue] = {}
         extra: dict[str, SavedValue] = {}
-        not_carried: list[NotCarried] = []
+        not_carried: list[NotCarried] = [*self._beside]
         for key, value in self._values.items():
             match = _OBJECT.fullmatch(key)
             name = key if match is None else match[1]
@@ -403,6 +438,19 @@ class _Assembly:
         self._model.extra_states = {n: only_one(s, n) for n, s in zip(extra, states, strict=True)}
         opened = self._opened([*random.values()])
         return {place: only_one(node, RANDOM) for place, node in zip(random, opened, strict=True)}, not_carried
+
+
+def _count(file: SourceFile, name: str) -> int | None:
+    """A count that a state of Megatron-Bridge has as a tensor of one integer; None if it has none of this name.
+
+    Source: Megatron-Bridge 0.1 to 0.3 `training/state.py` (`TrainState.state_dict`).
+    """
+    parsed = open_torch_file(file, OpaqueLedger(OpaquePolicy.KEEP))
+    value = mapping_items(parsed.root, what=file.name).get(name) if is_mapping(parsed.root) else None
+    if not isinstance(value, PTensor) or value.numel != 1 or value.dtype not in ("int32", "int64"):
+        return None
+    count = int.from_bytes(parsed.read_scalar_bytes(value), "little", signed=True)
+    return count if count >= 0 else None
 
 
 def _key_and_state(key: str) -> tuple[str, str]:
@@ -538,7 +586,12 @@ class Megatron(Format):
 
         Source: Megatron-LM `training/checkpointing.py` (`read_metadata`, `get_checkpoint_name`).
         """
-        info = listing.by_name.get(TRACKER)
+        info, state = listing.by_name.get(TRACKER), listing.by_name.get(LATEST_STATE)
+        if info is None and state is not None:
+            # Of Megatron-Bridge, whose first versions wrote no other tracker.
+            step = _count(SourceFile(location.store, LATEST_STATE, (state,)), "step")
+            tag = None if step is None else STEP_DIRECTORY.format(step)
+            return tag if tag in listing.directories else None
         if info is None or info.size_bytes > _MOST_BYTES:
             return None
         text = read_bytes(location.store, info).decode("ascii", "replace").strip()
