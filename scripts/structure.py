@@ -146,8 +146,9 @@ AT_MOST = {
     # their names (`megatron.huggingface`).
     # Three for what Megatron-core loads: entries, the parts of ranks, and the files of these.
     # One for runs of Megatron-DeepSpeed that go on there (`megatron.across`).
-    # Two for targets that are never written (`operations.virtual`) and programs that load them (`operations.loading`).
-    "modules": 270,
+    # Three for targets that are never written (`operations.virtual`), for programs that load them
+    # (`operations.loading`), and for their mounts (`operations.mounting`).
+    "modules": 271,
     # 25, and two of these: the parts of ranks, and shifted states.
     "modules with one importer, in the same package": 27,
     "files in the largest folder": 15,

@@ -153,6 +153,11 @@ def options_of_source() -> dict[str, Declared]:
     return {d.name: d for d in found}
 
 
+def options_of_layout() -> dict[str, Declared]:
+    """The options that decide the bytes of a target; those of a run have nothing to decide without one."""
+    return {name: option for name, option in declared_options().items() if not option.option.of_run}
+
+
 def present_names(given: Mapping[str, Any], options: Mapping[str, Declared]) -> dict[str, Any]:
     """What was given of flags or keyword arguments, with the former names of options replaced by their names.
 

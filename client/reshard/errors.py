@@ -159,6 +159,7 @@ CODES: Mapping[str, CodeEntry] = {
     "storage.no_space": CodeEntry(507, ExitCode.REFUSED, "The store is full."),
     "storage.no_room": CodeEntry(507, ExitCode.REFUSED, "The target needs more bytes than are free."),
     "storage.protocol": CodeEntry(502, ExitCode.FAILED, "The store's answer violates its protocol."),
+    "storage.no_fuse": CodeEntry(422, ExitCode.REFUSED, "This machine, or this process, cannot mount with FUSE."),
     "storage.conflict": CodeEntry(409, ExitCode.CONFLICT, "Another writer wrote the object first."),
     # Integrity: the output does not verify.
     "integrity.mismatch": CodeEntry(500, ExitCode.MISMATCH, "The output does not match the plan."),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from pydantic import ValidationError
 
 from reshard.choices import TargetFormat
-from reshard.declared import Declared, declared_options, options_of_source, present_names
+from reshard.declared import Declared, declared_options, options_of_layout, options_of_source, present_names
 from reshard.draw.layout import Picture
 from reshard.errors import SEE_HELP, JobError, RequestError, printable
 from reshard.installed_formats import nested
@@ -325,11 +325,6 @@ def _by_service(
             fix="install the release that the service runs",
         )
     return result
-
-
-def options_of_layout() -> dict[str, Declared]:
-    """The options that decide the bytes of a target; those of a run have nothing to decide without one."""
-    return {name: option for name, option in declared_options().items() if not option.option.of_run}
 
 
 def layout_request(given: Mapping[str, Any], fix: str, named: Mapping[str, Any]) -> ConvertRequest:

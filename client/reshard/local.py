@@ -26,6 +26,8 @@ from urllib.parse import unquote, urlsplit
 from reshard.errors import RequestError, ReshardError, format_size, printable
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from reshard.api.client import Client
     from reshard.choices import WeightDtype
     from reshard.models.jobs import (
@@ -198,6 +200,46 @@ class VirtualCheckpoint(Protocol):
         ...
 
 
+class Mount(Protocol):
+    """The files of a target that is never written, below a directory, until `close` or the death of this process."""
+
+    @property
+    def layout(self) -> VirtualCheckpoint:
+        """The files."""
+        ...
+
+    @property
+    def directory(self) -> str:
+        """Absolute path of the directory that was mounted on."""
+        ...
+
+    @property
+    def target(self) -> str:
+        """Path of the directory with the files of the target: the tag directory, or the mount itself."""
+        ...
+
+    @property
+    def pointer(self) -> str | None:
+        """Name of the pointer in the mount, such as `latest`; None if the target has none."""
+        ...
+
+    def wait(self, stop: Event) -> None:
+        """Wait until `stop` is set, or until somebody else has unmounted the directory."""
+        ...
+
+    def close(self) -> None:
+        """Unmount."""
+        ...
+
+    def __enter__(self) -> Self:
+        """The object itself."""
+        ...
+
+    def __exit__(self, *error: object) -> None:
+        """Unmount."""
+        ...
+
+
 class Engine(Protocol):
     """The operations of the engine in this process. All calls are synchronous and raise `ReshardError`s."""
 
@@ -223,6 +265,17 @@ class Engine(Protocol):
 
     def open_layout(self, request: ConvertRequest, *, exact_crcs: bool, compare: bool) -> VirtualCheckpoint:
         """Lay out the target that `convert` would write, and serve its files from the source."""
+        ...
+
+    def mount(
+        self,
+        layout: VirtualCheckpoint,
+        directory: str,
+        *,
+        allow_other: bool = False,
+        on_error: Callable[[ReshardError], None],
+    ) -> Mount:
+        """Show the files of a layout below a directory. `on_error` is called where readers get `EIO`."""
         ...
 
     def convert(

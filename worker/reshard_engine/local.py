@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from reshard.choices import OpaquePolicy, ReplicaPolicy, TargetFormat
-from reshard.errors import RequestError, SourceError, printable
-from reshard.local import Finding, Loading, StateDicts, install_line
+from reshard.errors import RequestError, ReshardError, SourceError, printable
+from reshard.local import Finding, Loading, Mount, StateDicts, install_line
 from reshard.models.jobs import (
     CleanReport,
     ConvertRequest,
@@ -118,6 +118,19 @@ class LocalEngine:
         from reshard_engine.operations.virtual import VirtualCheckpoint
 
         return VirtualCheckpoint.prepare(request, exact_crcs=exact_crcs, compare=compare)
+
+    def mount(
+        self,
+        layout: VirtualCheckpoint,
+        directory: str,
+        *,
+        allow_other: bool = False,
+        on_error: Callable[[ReshardError], None],
+    ) -> Mount:
+        """Show the files of a layout below a directory, by FUSE."""
+        from reshard_engine.operations.mounting import mount
+
+        return mount(layout, directory, allow_other=allow_other, on_error=on_error)
 
     def convert(
         self,

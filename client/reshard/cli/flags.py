@@ -237,6 +237,15 @@ class ConversionFlags(SourceFlags):
         return _models().request_of(source, target, self.given(), self._given.get(_OF_FORMATS))
 
 
+class LayoutFlags(ConversionFlags):
+    """The options of a target that is not written: those that decide its bytes."""
+
+    @classmethod
+    def options(cls) -> dict[str, Declared]:
+        """The declared options among the flags, by their names."""
+        return _declared().options_of_layout()
+
+
 def _declared() -> Any:
     from reshard import declared
 
@@ -394,6 +403,11 @@ def _within(option: Declared) -> Callable[[str], float]:
 def takes_conversion(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the options of `ConversionFlags` in place of its parameter `flags`."""
     return _taking(command, {"flags": (ConversionFlags, "")})
+
+
+def takes_layout(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of `LayoutFlags` in place of its parameter `flags`."""
+    return _taking(command, {"flags": (LayoutFlags, "")})
 
 
 def takes_source(command: Callable[..., None]) -> Callable[..., None]:

@@ -66,6 +66,13 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("In a job script: a checkpoint for 16 ranks", "CKPT=$(reshard ensure run1 --dp 16)"),
         ("For the ranks of this launch, by a service", "reshard ensure run1 --url http://reshard:8000"),
     ),
+    "mount": (
+        (
+            "Resume on 3 GPUs from files that are not written",
+            "reshard mount run1 /mnt/run1-dp3 --to zero --dp 3",
+        ),
+        ("Weights, for a server that reads a directory", "reshard mount run1 weights --to safetensors --dtype bf16"),
+    ),
     "zero-to-fp32": (
         ("As DeepSpeed's script", "reshard zero-to-fp32 run1 weights"),
         (

@@ -21,10 +21,12 @@ import typer
 from reshard.cli.flags import (
     ConversionFlags,
     CutFlags,
+    LayoutFlags,
     OptionsCommand,
     SourceFlags,
     choice,
     takes_conversion,
+    takes_layout,
     takes_source,
     takes_two_sources,
 )
@@ -522,6 +524,92 @@ def _elements(found: Difference) -> str:
     if found.compared_as is not None:
         parts.append(f"as {found.compared_as}")
     return ", ".join(parts)
+
+
+# `reshard mount`: a target that is not written, as read-only files.
+
+
+def register_mount(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command(cls=OptionsCommand, rich_help_panel=HERE)(mount)
+
+
+@takes_layout
+def mount(
+    source: Source,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Empty directory to mount on, or one to create.")],
+    *,
+    flags: LayoutFlags,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Tag of the target, where it has one; default: SRC's.", rich_help_panel=TARGET
+        ),
+    ] = None,
+    exact_crcs: Annotated[
+        bool,
+        typer.Option(
+            "--exact-crcs",
+            help="Compute the CRC-32 fields of torch files; torch ignores them, `unzip` does not.",
+            rich_help_panel=TARGET,
+        ),
+    ] = False,
+    allow_other: Annotated[
+        bool, typer.Option("--allow-other", help="Let other users read DIR.", rich_help_panel=TARGET)
+    ] = False,
+    unchecked: Annotated[
+        bool,
+        typer.Option(
+            "--no-compare",
+            help="Mount at once: do not read and compare what must agree in SRC.",
+            rich_help_panel=CHECKING,
+        ),
+    ] = False,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Show a target as read-only files in DIR, without writing it, until Ctrl-C, SIGTERM, or `umount DIR`.
+
+    DIR shows what `convert SRC DIR/TAG` leaves: the tag directory with `latest` beside it, or the files themselves.
+    Bytes are computed from SRC when they are read. The line on stdout is DIR, printed when the files are there.
+    """
+    engine = load_engine()
+    with (
+        terminated() as stop,
+        engine.open_layout(flags.request(source, name or "-"), exact_crcs=exact_crcs, compare=not unchecked) as layout,
+        engine.mount(layout, directory, allow_other=allow_other, on_error=_say_error) as mounted,
+    ):
+        for warning in layout.warnings:
+            warn(warning)
+        for line in () if quiet else not_carried_lines(layout.not_carried):
+            hint(line)
+        count, size = len(layout.files), sum(file.size_bytes for file in layout.files)
+        if not quiet:
+            hint(f"mounted: {counted(count, 'file')}, {format_size(size)}, none of it written; Ctrl-C unmounts")
+        facts = {"path": mounted.directory, "target": mounted.target, "pointer": mounted.pointer}
+        facts |= {"files": count, "bytes": size}
+        say(json.dumps({"schema_version": 1, **facts}) if as_json else mounted.directory)
+        sys.stdout.flush()
+        mounted.wait(stop)
+
+
+def _say_error(error: ReshardError) -> None:
+    """Say why readers of a mount got EIO."""
+    complain(error.code, error.message, error.fix)
+
+
+@contextmanager
+def terminated() -> Generator[threading.Event]:
+    """As `stoppable`, for SIGTERM as well."""
+    with stoppable() as stop:
+        if threading.current_thread() is not threading.main_thread():
+            yield stop
+            return
+        previous = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+        try:
+            yield stop
+        finally:
+            signal.signal(signal.SIGTERM, previous)
 
 
 # `reshard clean`: removes files of unfinished conversions.

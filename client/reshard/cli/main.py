@@ -27,6 +27,7 @@ app = Commands(
 local.register(app)
 local.register_diff(app)
 ensuring.register(app)
+local.register_mount(app)
 drop_in.register(app)
 drop_in.register_merging(app)
 local.register_slim(app)

@@ -58,6 +58,9 @@ def _outside(path: str, offset: int, length: int) -> StorageError:
 
 BLOCK_BYTES = 4 << 20
 """Length of a block. A read that is as long goes past the blocks, straight into the reader's memory."""
+_LOCAL_BYTES = 128 << 10
+"""As `BLOCK_BYTES`, for local sources: making so many bytes costs less than to copy them from a block, and readers that
+wait for the same block wait for one another."""
 _MOST_BLOCKS = 8
 _REMOTE_BLOCKS = 24
 _AHEAD, _REMOTE_AHEAD = 1, 8
@@ -424,7 +427,7 @@ class VirtualCheckpoint:
         if offset < 0 or offset + len(buffer) > size_bytes:
             raise _outside(path, offset, len(buffer))
         data = np.frombuffer(buffer, dtype=np.uint8)
-        if len(data) >= BLOCK_BYTES:
+        if len(data) >= (min(BLOCK_BYTES, _LOCAL_BYTES) if self.checkpoint.is_local else BLOCK_BYTES):
             self._make.make(number, offset, data)
         elif len(data):
             self._blocks.read(number, size_bytes, offset, data)
