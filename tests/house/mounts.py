@@ -54,12 +54,13 @@ def start(source: Path, place: Path, *words: str) -> Mounted:
     assert process.stdout is not None
     with process.stdout as told:
         line = told.readline()
-    facts = json.loads(line) if line else {}
+    facts: dict[str, Any] = json.loads(line) if line else {}
     if "path" in facts:
         return Mounted(process, place, facts, log)
     process.wait(ENDS_S)
-    if facts.get("error", {}).get("code") == "storage.no_fuse":
-        pytest.skip(facts["error"]["detail"])
+    error: dict[str, str] = facts.get("error", {})
+    if error.get("code") == "storage.no_fuse":
+        pytest.skip(error["detail"])
     raise AssertionError(f"{line}{log.read_text()}")
 
 

@@ -81,6 +81,10 @@ def test_the_mount_shows_what_a_conversion_leaves(
     assert found.process.returncode == 0
 
 
+def _output(reader: subprocess.Popen[bytes]) -> bytes:
+    return reader.communicate(timeout=60)[0]
+
+
 def test_two_processes_read_at_once(place: Path, tmp_path: Path) -> None:
     source = DATA / "tutorial_zero2"
     with mounted(source, place, *ZERO, "--exact-crcs") as found:
@@ -90,7 +94,7 @@ def test_two_processes_read_at_once(place: Path, tmp_path: Path) -> None:
             for order in (sorted(written), sorted(written, reverse=True))
         ]
         with ThreadPoolExecutor(2) as pool:
-            read = list(pool.map(lambda reader: reader.communicate(timeout=60)[0], readers))
+            read = list(pool.map(_output, readers))
         assert read == [b"".join(data for _, data in sorted(written.items(), reverse=back)) for back in (False, True)]
 
 
@@ -207,6 +211,10 @@ def layout() -> Iterator[Any]:
         yield found
 
 
+def _refused(*_: object) -> None:
+    """The system call where a process may not mount."""
+
+
 def _mount(layout: Any, place: Path, told: list[ReshardError]) -> mounting.Mount:
     try:
         return mounting.mount(layout, str(place), on_error=told.append)
@@ -269,11 +277,11 @@ def test_without_fuse_the_error_names_what_to_use(
     assert "reshard convert" in said
     assert "reshard.open_layout" in said
     monkeypatch.setattr(mounting, "_DEVICE", "/dev/null")
-    monkeypatch.setattr(mounting, "_mounted_by_call", lambda *_: None)
+    monkeypatch.setattr(mounting, "_mounted_by_call", _refused)
     monkeypatch.setenv("PATH", str(tmp_path))
     error = raised(StorageError, mounting.mount, layout, str(place))
     assert (error.code, "fuse3" in error.fix) == ("storage.no_fuse", True)
-    monkeypatch.setattr(mounting.sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(mounting, "_DEVICE", str(tmp_path / "no-fuse"))
     assert "darwin" in raised(StorageError, mounting.mount, layout, str(place)).message
     assert not place.exists()
@@ -281,7 +289,7 @@ def test_without_fuse_the_error_names_what_to_use(
 
 @pytest.mark.skipif(shutil.which("fusermount3") is None, reason="there is no fusermount3 (package fuse3)")
 def test_users_mount_by_the_program_that_may(layout: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounting, "_mounted_by_call", lambda *_: None)
+    monkeypatch.setattr(mounting, "_mounted_by_call", _refused)
     with _mount(layout, place, []) as found:
         assert found.helper == "fusermount3"
         path = layout.files[0].path

@@ -311,6 +311,9 @@ def mount(
         allow_other: Let other users read. Without root this needs `user_allow_other` in /etc/fuse.conf.
         on_error: Called once with each error for which readers got `EIO`, from any thread.
 
+    No thread of this process may map a file of the mount: a page fault keeps the interpreter's lock, which the answer
+    needs.
+
     Raises:
         RequestError: `request.target_exists`: the directory is not empty, or not a directory.
         StorageError: `storage.no_fuse`: this machine, or this process, cannot mount.
@@ -322,14 +325,12 @@ def mount(
         raise _no_fuse(f"there is no {_DEVICE}", "load it: modprobe fuse; a container needs --device /dev/fuse")
     made = _prepare(place)
     options = ["default_permissions", *(["allow_other"] if allow_other else [])]
-    device = helper = None
     try:
-        device = _mounted_by_call(place, options)
-        if device is None:
-            helper, device = _mounted_by_helper(place, options)
-    finally:
-        if device is None and made:
+        device, helper = _mounted_by_call(place, options) or _mounted_by_helper(place, options)
+    except StorageError:
+        if made:
             os.rmdir(place)
+        raise
     found = Mount(layout, place, _Server(layout, device, on_error), helper, _guard(place, helper), made)
     found.check()
     return found
@@ -460,7 +461,7 @@ def _is_ours(place: str) -> bool:
     return False
 
 
-def _mounted_by_call(place: str, options: Sequence[str]) -> int | None:
+def _mounted_by_call(place: str, options: Sequence[str]) -> tuple[int, str | None] | None:
     """Mount by the system call; returns the connection with the kernel, or None if this process may not.
 
     Raises:
@@ -476,7 +477,7 @@ def _mounted_by_call(place: str, options: Sequence[str]) -> int | None:
     libc = ctypes.CDLL(None, use_errno=True)
     flags = _READ_ONLY | _NO_SUID | _NO_DEVICES
     if libc.mount(_TYPE.encode(), os.fsencode(place), f"fuse.{_TYPE}".encode(), flags, data.encode()) == 0:
-        return device
+        return device, None
     number = ctypes.get_errno()
     os.close(device)
     if number in (errno.EPERM, errno.EACCES):
@@ -484,8 +485,8 @@ def _mounted_by_call(place: str, options: Sequence[str]) -> int | None:
     raise _no_fuse(f"{printable(place)} cannot be mounted on: {os.strerror(number)}")
 
 
-def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[str, int]:
-    """Mount by the program that may; returns its name and the connection with the kernel.
+def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | None]:
+    """Mount by the program that may; returns the connection with the kernel, and the program's name.
 
     Raises:
         StorageError: `storage.no_fuse`.
@@ -510,7 +511,7 @@ def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[str, int]:
     if ran.returncode != 0 or not descriptors:
         raise _no_fuse(f"{helper}: {printable(ran.stderr.decode(errors='replace').strip())}")
     os.set_inheritable(descriptors[0], False)
-    return helper, descriptors[0]
+    return descriptors[0], helper
 
 
 def _unmount(place: str, helper: str | None) -> None:
