@@ -21,6 +21,7 @@ from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Job
 from reshard.options import SourceSpec
+from reshard_engine.warm_process import engine_memory_bytes
 from reshard_jobs.database import Database
 from reshard_jobs.limits import Roots
 from reshard_jobs.queue.leases import Leases
@@ -28,7 +29,6 @@ from reshard_jobs.queue.store import JobStore
 from reshard_jobs.settings import JobSettings
 from reshard_worker import supervisor as supervisor_module
 from reshard_worker.protocol import Command, Result, parse_message
-from reshard_worker.runner import engine_memory_bytes
 from reshard_worker.settings import WorkerSettings, engine_command
 from reshard_worker.supervisor import Outcome, Supervisor
 from servers.scripted import journal_of, scripted

@@ -16,10 +16,10 @@ from pydantic_settings import NoDecode
 from reshard.choices import VerifyLevel
 from reshard.models.jobs import ConvertRequest
 from reshard.shared_work import SharedWork
+from reshard_engine.warm_process import engine_memory_bytes
 from reshard_jobs.limits import SERVICE, TenantLimits
 from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds, size
 from reshard_worker.protocol import Command
-from reshard_worker.runner import engine_memory_bytes
 
 _RUNNER = (sys.executable, "-m", "reshard_worker.runner")
 
