@@ -89,6 +89,9 @@ CODES: Mapping[str, CodeEntry] = {
     "request.wrong_host": CodeEntry(421, ExitCode.AUTH, "The service is not served under the name in the URL."),
     "request.address_forbidden": CodeEntry(403, ExitCode.AUTH, "The service sends no webhooks to this address."),
     "request.not_found": CodeEntry(404, ExitCode.SOURCE, "The service has no such resource."),
+    "request.gone": CodeEntry(410, ExitCode.SOURCE, "The layout has expired, or was removed."),
+    "request.range": CodeEntry(416, ExitCode.USAGE, "The file has none of the bytes, or the ranges are too many."),
+    "request.precondition": CodeEntry(412, ExitCode.CONFLICT, "The file is not the one that `If-Match` names."),
     "request.engine_missing": CodeEntry(422, ExitCode.USAGE, "Conversions on this machine need the `worker` extra."),
     "request.bad_format": CodeEntry(422, ExitCode.USAGE, "A format of another package cannot be used."),
     # Sources: the owner of the checkpoint can fix them.
@@ -177,6 +180,7 @@ CODES: Mapping[str, CodeEntry] = {
     "job.wait_timeout": CodeEntry(504, ExitCode.WAIT_TIMEOUT, "The job did not end in time."),
     "job.peer_failed": CodeEntry(503, ExitCode.FAILED, "Another process of the training run failed, or is gone."),
     "service.unavailable": CodeEntry(503, ExitCode.RETRYABLE, "The service cannot be reached.", True),
+    "service.busy": CodeEntry(503, ExitCode.RETRYABLE, "All engine processes of the service are in use.", True),
     "service.port_in_use": CodeEntry(409, ExitCode.CONFLICT, "Another process listens on the port."),
     "service.protocol": CodeEntry(502, ExitCode.FAILED, "The service's answer violates its schema."),
     "service.wrong_host": CodeEntry(503, ExitCode.CONFLICT, "The job database belongs to another host."),
@@ -216,6 +220,7 @@ _DEFAULT_FIXES: Mapping[str, str] = {
     "integrity": "run the same command again with --overwrite; if it fails again, please report it",
     "job": "reshard jobs list",
     "job.lost": "the service tries the job again, as often as it may; to see it: reshard jobs list",
+    "service.busy": "send the request again after `Retry-After`, or ask the operator to raise RESHARD_LAYOUT_ENGINES",
     "service": "check RESHARD_URL and run the same command again",
     "internal": "please report it with the output of the command",
 }

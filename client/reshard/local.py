@@ -163,6 +163,26 @@ class VirtualCheckpoint(Protocol):
         ...
 
     @property
+    def content_digest(self) -> str:
+        """Digest of everything that decides the bytes: the source as it was pinned, and the layout."""
+        ...
+
+    @property
+    def source_digest(self) -> str:
+        """Digest of the source's files, each with its pin."""
+        ...
+
+    @property
+    def source_format(self) -> str:
+        """The format of the source, as `inspect` names it."""
+        ...
+
+    @property
+    def tag(self) -> str | None:
+        """The tag of the source."""
+        ...
+
+    @property
     def read_bytes(self) -> int:
         """Bytes of tensors that were read from the source so far."""
         ...
@@ -440,7 +460,8 @@ SETTINGS = tuple(f"RESHARD_{name}" for name in (
     "ADMISSION_QUEUE_S", "ADMISSION_S", "ALIVE", "ALLOWED_HOSTS", "ANONYMOUS", "BODY_S", "BROKER_URL",
     "DATABASE_URL", "DEVICE", "DEVICE_MEMORY", "DISABLE_PROGRESS_BARS", "ENGINE_MEMORY", "HEAD_S", "HEARTBEAT_S",
     "HOST_ID", "INSPECTION_S", "KEEP_AUDIT_S", "KEEP_DELIVERIES_S", "KEEP_EVENTS_S", "KEEP_FAILED_S", "KEEP_JOBS_S",
-    "KEEP_KEYS_S", "LEASE_S", "LOG_FORMAT", "LOG_LEVEL", "MAX_MEMORY_BYTES", "MAX_THREADS", "MAX_WORKERS",
+    "KEEP_KEYS_S", "KEEP_LAYOUTS_S", "LAYOUT_ENGINES", "LAYOUT_IDLE_S", "LAYOUT_PLAN_S", "LAYOUT_READS", "LEASE_S",
+    "LOG_FORMAT", "LOG_LEVEL", "MAX_MEMORY_BYTES", "MAX_THREADS", "MAX_WORKERS",
     "OIDC_AUDIENCE", "OIDC_ISSUER", "OIDC_JWKS_URL", "OIDC_SCOPE_CLAIM", "OIDC_TENANT_CLAIM", "PICKLE_NODE_BYTES",
     "PICKLE_OPCODES", "PICKLE_STREAM_BYTES", "PLANNING_LIMIT_S", "PROFILES", "QUARANTINE_S", "REAPER_S",
     "RETRY_DELAY_S", "ROOTS", "ROOT_PATH", "RUNNER_COMMAND", "RUNNER_STAYS", "SHARE_BYTES", "SHUTDOWN_GRACE_S",

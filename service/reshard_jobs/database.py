@@ -155,7 +155,7 @@ def _sqlite_engine(url: URL) -> Engine:
 
 logger = logging.getLogger(__name__)
 
-HEAD = "0001"
+HEAD = "0002"
 """The newest revision that this program knows, and the one that it needs."""
 VERSION_TABLE = "reshard_revision"
 """Alembic's table. Its usual name is that of other programs which may share the database."""

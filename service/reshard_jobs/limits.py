@@ -88,21 +88,35 @@ class Roots:
         Raises:
             RequestError: As `allowed`.
         """
-        source = request.source.model_copy(update={"url": self.allowed(request.source.url)})
+        source = self._source_of(request)
         writable = write or self
         target = writable.allowed(request.target)
         if target in {normalized_url(root) for root in writable.urls}:
             # A conversion also writes beside its target: `latest_universal`, its journal.
             raise _forbidden(request.target)
+        return self._beside(request).model_copy(update={"source": source, "target": target})
+
+    def allowed_reading(self, request: ConvertRequest) -> ConvertRequest:
+        """The request with the normalised URLs of what it reads, if they are allowed; its target is only a name.
+
+        Raises:
+            RequestError: As `allowed`.
+        """
+        source = self._source_of(request)
+        return self._beside(request).model_copy(update={"source": source})
+
+    def _source_of(self, request: ConvertRequest) -> SourceSpec:
+        return request.source.model_copy(update={"url": self.allowed(request.source.url)})
+
+    def _beside(self, request: ConvertRequest) -> ConvertRequest:
+        """The request with what it reads beside the source."""
         beside = None if request.model_files is None else self.allowed(request.model_files)
         options = request.options
         for name, found in options.by_format():
             if places := found.places():
                 judged = found.model_copy(update={option: self.allowed(url) for option, url in places.items()})
                 options = options.model_copy(update={name: judged})
-        return request.model_copy(
-            update={"source": source, "target": target, "model_files": beside, "options": options}
-        )
+        return request.model_copy(update={"model_files": beside, "options": options})
 
 
 def _forbidden(url: str) -> RequestError:
@@ -144,6 +158,16 @@ class TenantLimits:
         judged = self._reading(service).allowed_request(request, write=self._writing(service))
         self._require_profile(judged.source.url, judged.source.profile)
         self._require_profile(judged.target, judged.target_profile)
+        return judged
+
+    def allowed_layout(self, request: ConvertRequest, service: Roots) -> ConvertRequest:
+        """The request of a target that is never written, with normalised URLs, if they and its profile are allowed.
+
+        Raises:
+            RequestError: As `allowed_source`.
+        """
+        judged = self._reading(service).allowed_reading(request)
+        self._require_profile(judged.source.url, judged.source.profile)
         return judged
 
     def roots(self, service: Roots) -> Roots:

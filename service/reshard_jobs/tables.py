@@ -403,3 +403,44 @@ class DeliveryRow(Base):
         Index("webhook_deliveries_of_webhook", "webhook_id", "created_at"),
         Index("webhook_deliveries_sent_now", "webhook_id", "lease_until"),
     )
+
+
+# Tables of virtual layouts: targets whose files the API serves, and that nobody writes.
+
+
+class LayoutRow(Base):
+    """One virtual layout. Any process of the API plans it again from the request, and compares the digests."""
+
+    __tablename__ = "layouts"
+
+    id: Mapped[str] = mapped_column(String(MAX_ID_CHARS), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(MAX_TENANT_CHARS), default=DEFAULT_TENANT, server_default=DEFAULT_TENANT)
+    request: Mapped[str] = mapped_column(Text)
+    # Of the bytes of all files, and of the source's files with their pins.
+    content_digest: Mapped[str] = mapped_column(String(128))
+    source_digest: Mapped[str] = mapped_column(String(128))
+    files: Mapped[int] = mapped_column(Integer)
+    total_bytes: Mapped[int] = mapped_column(BigInteger)
+    # The rest of what the plan says, as JSON.
+    facts: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[float] = mapped_column(Float(53))
+    # Each use moves it. The row stays for a day after it: the quota of bytes counts it, and callers learn that it was.
+    expires_at: Mapped[float] = mapped_column(Float(53))
+
+    __table_args__ = (
+        Index("layouts_of_tenant", "tenant", "created_at", "id"),
+        Index("layouts_by_expiry", "expires_at"),
+    )
+
+
+class LayoutFileRow(Base):
+    """One file of a virtual layout."""
+
+    __tablename__ = "layout_files"
+
+    layout_id: Mapped[str] = mapped_column(ForeignKey("layouts.id", ondelete="CASCADE"), primary_key=True)
+    # SHA-256 of the path: an index of PostgreSQL holds no long values.
+    key: Mapped[str] = mapped_column(String(64), primary_key=True)
+    number: Mapped[int] = mapped_column(Integer)
+    path: Mapped[str] = mapped_column(Text)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)

@@ -31,7 +31,7 @@ from reshard_service.metrics import ActivityCollector, Metrics
 from reshard_service.middleware import CountRequests, ReadBody, TraceRequests, require_plain_text
 from reshard_service.pages import job, lists, rendering, route, submit
 from reshard_service.pages.route import page_for_browser
-from reshard_service.probes.pool import Prober
+from reshard_service.probes.pool import LayoutEngines, Prober
 from reshard_service.settings import ServiceSettings
 from reshard_service.webhooks.secrets import sealer_for
 from reshard_service.webhooks.sender import WebhookDeliverer, WebhookSender
@@ -75,6 +75,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         audit=AuditLog(database),
         identity=identity,
         prober=Prober(settings),
+        engines=LayoutEngines(settings),
         doorbell=make_doorbell(settings.jobs.broker_url),
         feed=EventFeed(events, poll_s=settings.poll_s),
         metrics=Metrics(nodes, statistics, ActivityCollector(database, lease_s=settings.jobs.lease_s)),
@@ -98,6 +99,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         await run_in_threadpool(deliverer.stop)
         await context.feed.close()
         await context.prober.close()
+        await context.engines.close()
         database.close()
         await run_in_threadpool(stop_tracing)
 
@@ -116,7 +118,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     app.include_router(operators.probes, responses=OF_ALL)
     identity_api = (operators.tokens_router, operators.tenants_router, operators.audit_router)
     members = (jobs.router, job_events.router, operators.workers_router, engine.router, webhooks.router)
-    members = (*members, *identity_api, operators.health_router)
+    members = (*members, engine.layouts_router, *identity_api, operators.health_router)
     pages = (lists.router, submit.router, job.router, route.logout_router)
     for router in members:
         app.include_router(router, dependencies=[Depends(require_plain_text)], responses=OF_MEMBERS)

@@ -14,7 +14,7 @@ from pydantic_settings import NoDecode
 
 from reshard.errors import RequestError
 from reshard_jobs.limits import Maxima
-from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds
+from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds, size
 from reshard_service.webhooks.address import Network
 from reshard_service.webhooks.secrets import Sealer
 
@@ -36,6 +36,7 @@ def _keys(value: object) -> object:
 _SAFE_URL = r"^$|^https://\S+$|^http://(?:localhost|127\.0\.0\.1|\[::1\])[:/]\S*$"
 """Whoever changes an answer of the issuer on its way makes tokens."""
 _HTTPS = "a URL with https"
+_COUNT = "a number from 1 to 1024"
 
 
 NEW_TOKEN = "RESHARD_TOKEN=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')"  # noqa: S105 - words that make one
@@ -92,6 +93,17 @@ class ServiceSettings(EnvironmentSettings):
         inspection_s: How long an inspection may take.
         probe_memory_bytes: Address space of a probe.
         probes: How many probes may run at once.
+        layout_command: Command line of the process that makes the bytes of a virtual layout.
+        layout_engines: How many such processes an API process may have. The one that was not used for longest makes
+            room for the next.
+        layout_plan_s: How long a virtual layout may be planned, and its source compared, before `POST /v1/layouts` is
+            given up.
+        layout_idle_s: How long such a process stays after its last use. The next use begins another one.
+        layout_queue_s: How long a request may wait for such a process, while all are in use.
+        layout_stall_s: How long a client may take none of the bytes that wait for it, before its response is cut.
+        layout_reads: How many responses may read from one such process at once. Others wait.
+        keep_layouts_s: How long a virtual layout is kept after its last use.
+        engine_memory_bytes: Memory that the process of a virtual layout may take, as an engine process of a worker.
         poll_s: Seconds between two looks at all jobs that requests wait for.
         ping_s: Pause between two pings of an event stream.
         recheck_s: Seconds after which an event stream ends whose token was revoked.
@@ -132,6 +144,17 @@ class ServiceSettings(EnvironmentSettings):
     inspection_s: Seconds = Field(default=30.0, validation_alias="RESHARD_INSPECTION_S")
     probe_memory_bytes: int = 2 << 30
     probes: int = 2
+    layout_command: tuple[str, ...] = (sys.executable, "-m", "reshard_service.probes.process", "layout")
+    layout_engines: int = Field(default=4, ge=1, le=1024, validation_alias="RESHARD_LAYOUT_ENGINES", title=_COUNT)
+    layout_plan_s: Seconds = Field(default=300.0, validation_alias="RESHARD_LAYOUT_PLAN_S")
+    layout_idle_s: Seconds = Field(default=60.0, validation_alias="RESHARD_LAYOUT_IDLE_S")
+    layout_queue_s: Seconds = 10.0
+    layout_stall_s: Seconds = 60.0
+    layout_reads: int = Field(default=8, ge=1, le=1024, validation_alias="RESHARD_LAYOUT_READS", title=_COUNT)
+    keep_layouts_s: Seconds = Field(default=3600.0, validation_alias="RESHARD_KEEP_LAYOUTS_S")
+    engine_memory_bytes: Annotated[int | None, BeforeValidator(size)] = Field(
+        default=None, validation_alias="RESHARD_ENGINE_MEMORY"
+    )
     poll_s: Seconds = 0.25
     ping_s: int = 15
     recheck_s: Seconds = 5.0

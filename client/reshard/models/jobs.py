@@ -22,6 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from reshard.choices import JobKind, JobState, TargetFormat, VerifyLevel
 from reshard.installed_formats import OfInstalledFormats, default_options, option_fields, target_names
+from reshard.option import option_of
 from reshard.options import (
     ConversionOptions,
     Options,
@@ -90,24 +91,28 @@ class ConvertRequest(ConversionOptions, _Places):
     @classmethod
     def _refuse_options_beside(cls, fields: Any) -> Any:
         """Say the place of options of formats that stand beside the fields of the request."""
-        if not isinstance(fields, dict):
-            return fields
-        given = cast("dict[str, Any]", fields)
-        known = option_fields() if given.keys() - cls.model_fields.keys() else {}
-        wrong = [
-            InitErrorDetails(
-                type=PydanticCustomError(
-                    "extra_forbidden", "its place is {place}", {"place": f"options.{known[n][0]}.{n}"}
-                ),
-                loc=(n,),
-                input=value,
-            )
-            for n, value in given.items()
-            if n in known
-        ]
-        if wrong:
-            raise ValidationError.from_exception_data(cls.__name__, wrong)
-        return given
+        return _without_options_beside(cls, fields)
+
+
+def _without_options_beside(model: type[RequestModel], fields: Any) -> Any:
+    if not isinstance(fields, dict):
+        return fields
+    given = cast("dict[str, Any]", fields)
+    known = option_fields() if given.keys() - model.model_fields.keys() else {}
+    wrong = [
+        InitErrorDetails(
+            type=PydanticCustomError(
+                "extra_forbidden", "its place is {place}", {"place": f"options.{known[n][0]}.{n}"}
+            ),
+            loc=(n,),
+            input=value,
+        )
+        for n, value in given.items()
+        if n in known
+    ]
+    if wrong:
+        raise ValidationError.from_exception_data(model.__name__, wrong)
+    return given
 
 
 class Progress(WireModel):
@@ -490,3 +495,93 @@ class JobEventPage(WireModel):
     events: tuple[JobEvent, ...]
     done: bool
     """True if the job has ended and `events` includes its last event."""
+
+
+# Virtual layouts of a service: targets whose files are computed from the source when they are read.
+
+
+class LayoutRequest(ConversionOptions):
+    """Body of `POST /v1/layouts`: a conversion whose target is never written.
+
+    It has the options that decide the bytes of the target, and none of those that say how a conversion runs.
+    """
+
+    source: Annotated[SourceSpec, BeforeValidator(_place, json_schema_input_type=SourceSpec | Place)]
+    """The checkpoint to read. A text is short for a source that has nothing but this `url`."""
+    to: TargetName
+    name: str | None = Field(default=None, min_length=1, max_length=255, pattern=r"^[^/\\]*[^/\\.][^/\\]*$")
+    """The last name of the target's directory; by default the tag of the source."""
+    compare: bool = True
+    """Compare the copies and rounded masters of the source before the answer, as a conversion does. It reads them."""
+    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
+    """Options of single formats, by format."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_others(cls, fields: Any) -> Any:
+        """Refuse options of a run, and say the place of options of formats."""
+        given = cast("dict[str, Any]", fields) if isinstance(fields, dict) else {}
+        if runs := sorted(_OF_RUN & given.keys()):
+            wrong = [InitErrorDetails(type="extra_forbidden", loc=(name,), input=given[name]) for name in runs]
+            raise ValidationError.from_exception_data(cls.__name__, wrong)
+        return _without_options_beside(cls, fields)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The fields that are taken."""
+        shown = handler(schema)
+        fields: dict[str, Any] = handler.resolve_ref_schema(shown)["properties"]
+        for name in _OF_RUN & fields.keys():
+            del fields[name]
+        return shown
+
+    def conversion(self) -> ConvertRequest:
+        """The conversion that would write the files."""
+        fields = self.model_dump(exclude={"name", "compare", *_OF_RUN})
+        return ConvertRequest.model_validate({**fields, "target": self.name or "-"})
+
+
+_OF_RUN = frozenset(name for name, info in ConversionOptions.model_fields.items() if option_of(info).of_run)
+
+
+class LayoutSummary(WireModel):
+    """One virtual layout of a service, in short."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    to: TargetName
+    source_url: str
+    source_format: str
+    tag: str | None
+    files_count: int
+    total_bytes: int
+    created_at: datetime
+    expires_at: datetime
+    """It is gone then, unless it is used before: each use moves the time."""
+    links: dict[str, str] = Field(default_factory=dict)
+    """Paths of the service: `self`, and `files`, below which each file is at its own path."""
+
+
+class Layout(LayoutSummary):
+    """One virtual layout of a service: the files of a target that nobody writes."""
+
+    digest: str
+    """Digest of everything that decides the bytes: the source as it was pinned, and the layout."""
+    compared: int | None
+    """Number of comparisons of copies and rounded masters in the source; None if they were left out."""
+    warnings: tuple[str, ...] = ()
+    not_carried: tuple[NotCarried, ...] = ()
+    """As in `ConvertResult`."""
+    files: tuple[FileEntry, ...]
+
+
+class LayoutList(WireModel):
+    """The virtual layouts of a tenant, the newest first."""
+
+    layouts: tuple[LayoutSummary, ...]
+
+
+class LayoutFiles(WireModel):
+    """The files of a virtual layout."""
+
+    files: tuple[FileEntry, ...]

@@ -29,7 +29,18 @@ from reshard_jobs.queue.refusals import last_refused_at, others_may_try, somebod
 from reshard_jobs.queue.states import ACTIVE, TERMINAL, move
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.statistics import ATTEMPTS, add_totals
-from reshard_jobs.tables import AuditRow, EventRow, IdempotencyRow, JobRow, MetaRow, NodeRow, WorkerRow, db_now
+from reshard_jobs.tables import (
+    AuditRow,
+    EventRow,
+    IdempotencyRow,
+    JobRow,
+    LayoutRow,
+    MetaRow,
+    NodeRow,
+    WorkerRow,
+    db_now,
+)
+from reshard_jobs.tenants.tenants import DAY_S
 
 # Retention: how long ended jobs, their files, their progress and idempotency keys are kept.
 
@@ -75,6 +86,8 @@ class Retention:
         _delete(session, IdempotencyRow, loose, IdempotencyRow.held_until < db_now() - self.keep_keys_s)
         _delete(session, NodeRow, NodeRow.seen_at < db_now() - _NODE_LEASES * lease_s)
         _delete(session, AuditRow, AuditRow.at < db_now() - self.keep_audit_s)
+        # The quota of a day counts layouts, too, and whoever reads one that has expired is told so.
+        _delete(session, LayoutRow, LayoutRow.expires_at < db_now() - DAY_S)
         ended = JobRow.state.in_(_TERMINAL)
         # `created_at` is a part of an index, and no job ends before it was created.
         quiet = (ended, JobRow.created_at < db_now() - self.keep_events_s)

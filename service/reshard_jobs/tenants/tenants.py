@@ -23,6 +23,7 @@ from reshard_jobs.tables import (
     DeliveryRow,
     IdempotencyRow,
     JobRow,
+    LayoutRow,
     TenantRow,
     WebhookRow,
     WorkerRow,
@@ -114,7 +115,7 @@ class Tenants:
             hooks = select(WebhookRow.id).where(WebhookRow.tenant == name)
             deliveries = delete(DeliveryRow).where(DeliveryRow.webhook_id.in_(hooks))
             session.execute(deliveries.execution_options(synchronize_session=False))
-            for table in (JobRow, IdempotencyRow, WebhookRow):
+            for table in (JobRow, IdempotencyRow, WebhookRow, LayoutRow):
                 session.execute(delete(table).where(table.tenant == name).execution_options(synchronize_session=False))
             session.delete(row)
             record(session, by, "tenant.remove", name, tenant=name)
@@ -184,22 +185,26 @@ def _refuse_queue(session: Session, tenant: str, most: int) -> None:
 
 
 def _refuse_bytes(session: Session, tenant: str, most: int, planned: int) -> None:
-    recent = (
+    jobs = select(JobRow.planned_bytes.label("size_bytes"), JobRow.created_at.label("at")).where(
         JobRow.tenant == tenant,
         JobRow.created_at > db_now() - DAY_S,
         JobRow.planned_bytes > 0,
         # A job that was cancelled before it began has written nothing.
         or_(JobRow.attempt > 0, JobRow.state != JobState.CANCELLED.value),
     )
-    used = int(session.execute(select(func.coalesce(func.sum(JobRow.planned_bytes), 0)).where(*recent)).scalar_one())
+    # A virtual layout counts as the conversion that it stands for.
+    layouts = select(LayoutRow.total_bytes, LayoutRow.created_at)
+    layouts = layouts.where(LayoutRow.tenant == tenant, LayoutRow.created_at > db_now() - DAY_S)
+    recent = jobs.union_all(layouts).subquery().c
+    used = int(session.execute(select(func.coalesce(func.sum(recent.size_bytes), 0))).scalar_one())
     if used + planned <= most and used < most:
         return
     details: dict[str, Any] = {"used": used, "planned": planned, "quota": most}
     if planned <= most:
         # The oldest jobs leave the window first.
         rest = used
-        query = select(JobRow.planned_bytes, JobRow.created_at - db_now() + DAY_S).where(*recent)
-        for size, left_s in session.execute(query.order_by(JobRow.created_at)):
+        query = select(recent.size_bytes, recent.at - db_now() + DAY_S)
+        for size, left_s in session.execute(query.order_by(recent.at)):
             rest -= size
             if rest + planned <= most and rest < most:
                 details["retry_after_s"] = max(1, math.ceil(left_s))

@@ -18,6 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from reshard.choices import TokenScope
 from reshard.models.jobs import JobEvent, JobEventPage
 from reshard_jobs.database import Database
+from reshard_jobs.layouts import Layouts
 from reshard_jobs.queue.idempotency import IdempotencyKeys
 from reshard_jobs.queue.nodes import Nodes
 from reshard_jobs.queue.states import EventLog
@@ -29,7 +30,7 @@ from reshard_jobs.tenants.tokens import Tokens
 from reshard_service.auth import Identity, WrongTokens
 from reshard_service.doorbell import Doorbell
 from reshard_service.metrics import Metrics
-from reshard_service.probes.pool import Prober
+from reshard_service.probes.pool import LayoutEngines, Prober
 from reshard_service.settings import ServiceSettings
 from reshard_service.webhooks.secrets import Sealer
 
@@ -152,6 +153,7 @@ class ServiceContext:
     audit: AuditLog
     identity: Identity
     prober: Prober
+    engines: LayoutEngines
     doorbell: Doorbell
     feed: EventFeed
     metrics: Metrics
@@ -161,6 +163,10 @@ class ServiceContext:
     def jobs_of(self, principal: Principal) -> JobStore:
         """The jobs of a caller's tenant."""
         return JobStore(self.database, principal.tenant, by=principal)
+
+    def layouts_of(self, principal: Principal) -> Layouts:
+        """The virtual layouts of a caller's tenant."""
+        return Layouts(self.database, principal.tenant, keep_s=self.settings.keep_layouts_s, by=principal)
 
     def keys_of(self, principal: Principal) -> IdempotencyKeys:
         """The idempotency keys of a caller's tenant."""

@@ -1,4 +1,8 @@
-"""Starts probes: a few at a time, each with a deadline. A probe that answered is kept for the next request."""
+"""Starts the processes in which the API lets the engine read: probes, and the engines of virtual layouts.
+
+A few probes run at a time, each with a deadline. A probe that answered is kept for the next request. An engine of a
+layout stays while the layout is used; the next use begins one again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import logging
 import math
 import os
 import signal
+import socket
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -15,10 +20,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from reshard.errors import JobError, from_problem
+from reshard.errors import JobError, RequestError, SourceError, from_problem
 from reshard.models.jobs import ConvertRequest, Inspection, PlanSummary
 from reshard.models.reports import LayoutPair
 from reshard.options import SourceSpec
+from reshard_engine.warm_process import engine_memory_bytes
+from reshard_jobs.layouts import PlannedLayout, UsedLayout
 from reshard_jobs.limits import Roots
 from reshard_service.settings import ServiceSettings
 
@@ -165,16 +172,19 @@ class Prober:
         return probe
 
     async def _start(self) -> Process:
-        # Limit malloc arenas and BLAS threads: both reserve address space, which is limited.
-        environment = {**os.environ, "MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         return await asyncio.create_subprocess_exec(
             *self._settings.probe_command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=environment,
+            env=_environment(),
             start_new_session=True,
             limit=_LONGEST_ANSWER_BYTES,
         )
+
+
+def _environment() -> dict[str, str]:
+    # Limit malloc arenas and BLAS threads: both reserve address space, which is limited.
+    return {**os.environ, "MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def _pipes(probe: Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
@@ -198,3 +208,314 @@ async def _end(probe: Process) -> None:
         with suppress(ProcessLookupError):
             os.killpg(probe.pid, signal.SIGKILL)
     await probe.wait()
+
+
+# The engines of virtual layouts.
+
+_READ_BYTES = 256 << 10
+"""Bytes of a response that this process holds at once, besides those in the buffers of sockets."""
+
+
+class EngineDied(Exception):  # noqa: N818 - names what happened
+    """The engine of a layout ended before it answered."""
+
+
+class Bytes:
+    """The bytes of a range of a file, on their way from an engine."""
+
+    def __init__(self, reader: asyncio.StreamReader, length: int) -> None:
+        self._reader = reader
+        self.left = length
+
+    async def read(self) -> bytes:
+        """The next bytes; none at the end, or if the engine can make no more of them. Then some are `left`."""
+        try:
+            data = await self._reader.read(min(_READ_BYTES, self.left)) if self.left else b""
+        except ConnectionError:
+            data = b""
+        self.left -= len(data)
+        return data
+
+
+class _Engine:
+    """The process of one layout, from its start on."""
+
+    def __init__(self, settings: ServiceSettings, layout: UsedLayout, *, compare: bool) -> None:
+        self.layout = layout
+        self.users = 0
+        self.idle_since = 0.0
+        self.reads = asyncio.Semaphore(settings.layout_reads)
+        self._settings = settings
+        self._compare = compare
+        self._control: socket.socket | None = None
+        self._process: Process | None = None
+        self.opened = asyncio.create_task(self._open())
+        # Who waits for it gets its error; if nobody does any more, nobody misses it.
+        self.opened.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    @property
+    def is_alive(self) -> bool:
+        """True while it starts, and while its process runs."""
+        return not self.opened.done() or (self._process is not None and self._process.returncode is None)
+
+    async def ask(self, path: str, offset: int, length: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Ask for a range of a file; returns the connection, from which the bytes come next.
+
+        Raises:
+            ReshardError: The engine cannot make the first of the bytes.
+            EngineDied: It has ended.
+        """
+        reader, writer = await self._call({"path": path, "offset": offset, "length": length}, _READ_BYTES)
+        try:
+            await self._answer(reader)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    async def end(self) -> None:
+        """Kill the process."""
+        self.opened.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await self.opened
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            await _end(self._process)
+
+    async def _open(self) -> PlannedLayout:
+        """Start the process, and have it plan the layout.
+
+        Raises:
+            ReshardError: Any error of the engine; `source.changed` or `request.gone` if it is not the layout that was
+                planned before; `job.wait_timeout`.
+            EngineDied: The process ended.
+        """
+        limit_s, layout = self._settings.layout_plan_s, self.layout
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._start()
+                reader, writer = await self._call(self._asked(), _LONGEST_ANSWER_BYTES)
+                try:
+                    planned = PlannedLayout.model_validate(await self._answer(reader))
+                finally:
+                    writer.close()
+        except TimeoutError as error:
+            raise JobError(
+                "job.wait_timeout",
+                f"planning the layout and comparing its source takes longer than {limit_s:g} s",
+                fix="leave the comparison out: `compare: false`; or ask the operator to raise RESHARD_LAYOUT_PLAN_S",
+            ) from error
+        if layout.source_digest and planned.source_digest != layout.source_digest:
+            raise SourceError(
+                "source.changed",
+                "the source is not the one with which the layout was planned",
+                fix="make another layout of the source as it is now: POST /v1/layouts",
+            )
+        if layout.content_digest and planned.content_digest != layout.content_digest:
+            raise RequestError(
+                "request.gone",
+                "another release of the service planned the layout, and this one lays its files out in another way",
+                fix="make it again: POST /v1/layouts",
+            )
+        return planned
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._control = ours
+            ours.setblocking(False)
+            self._process = await asyncio.create_subprocess_exec(
+                *self._settings.layout_command,
+                stdin=theirs.fileno(),
+                # A GPU would lift the limit on memory.
+                env={**_environment(), "RESHARD_DEVICE": "cpu"},
+                start_new_session=True,
+            )
+
+    def _asked(self) -> dict[str, Any]:
+        request, roots = self.layout.request, self.layout.limits.roots(self._settings.jobs.roots)
+        return {
+            "request": request.model_dump(mode="json"),
+            "compare": self._compare,
+            "roots": roots.urls,
+            "write_roots": roots.writable,
+            "memory_bytes": engine_memory_bytes(request, self._settings.engine_memory_bytes),
+        }
+
+    async def _call(self, asked: dict[str, Any], limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise EngineDied from error
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=limit)
+        writer.write(json.dumps(asked).encode() + b"\n")
+        return reader, writer
+
+    async def _answer(self, reader: asyncio.StreamReader) -> Any:
+        try:
+            line = await reader.readline()
+        except ConnectionError as error:
+            raise EngineDied from error
+        if not line.endswith(b"\n"):
+            raise EngineDied
+        answer = json.loads(line)
+        if "problem" in answer:
+            raise from_problem(answer["problem"])
+        return answer["result"]
+
+
+class LayoutEngines:
+    """The engine processes of virtual layouts: one for each layout that is used now or was a short while ago."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+        self._engines: dict[str, _Engine] = {}
+        self._freed = asyncio.Event()
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def plan(self, layout: UsedLayout, *, compare: bool) -> PlannedLayout:
+        """Plan a layout in a new process, which stays for its first use.
+
+        Raises:
+            ReshardError: Any error of the engine; `service.busy`; `job.wait_timeout`.
+        """
+        async with self._engine(layout, compare=compare) as engine:
+            return engine.opened.result()
+
+    @asynccontextmanager
+    async def reading(self, layout: UsedLayout, path: str, offset: int, length: int) -> AsyncGenerator[Bytes]:
+        """The bytes of a range of a file. A process that died before it made the first of them is begun again, once.
+
+        Raises:
+            ReshardError: Any error of the engine; `source.changed`; `service.busy`.
+        """
+        for last in (False, True):
+            async with self._engine(layout) as engine, self._turn(engine):
+                try:
+                    reader, writer = await engine.ask(path, offset, length)
+                except EngineDied as error:
+                    self._drop(engine)
+                    if last:
+                        raise _crashed() from error
+                    continue
+                try:
+                    yield Bytes(reader, length)
+                finally:
+                    writer.close()
+                return
+
+    def end(self, layout_id: str) -> None:
+        """End the process of a layout. Responses that read from it are cut."""
+        if (engine := self._engines.get(layout_id)) is not None:
+            self._drop(engine)
+
+    async def close(self) -> None:
+        """End all processes."""
+        for engine in list(self._engines.values()):
+            self._drop(engine)
+        await asyncio.gather(*self._ending)
+
+    @asynccontextmanager
+    async def _engine(self, layout: UsedLayout, *, compare: bool = False) -> AsyncGenerator[_Engine]:
+        """The process of a layout, when it has planned it; it stays at least for the length of the block."""
+        engine = await self._found_or_begun(layout, compare=compare)
+        engine.users += 1
+        try:
+            try:
+                await asyncio.shield(engine.opened)
+            except EngineDied as error:
+                self._drop(engine)
+                raise _crashed() from error
+            except asyncio.CancelledError:
+                if engine.opened.cancelled():
+                    # Somebody has removed the layout meanwhile.
+                    raise _busy() from None
+                raise
+            except Exception:
+                self._drop(engine)
+                raise
+            yield engine
+        finally:
+            engine.users -= 1
+            loop = asyncio.get_running_loop()
+            engine.idle_since = loop.time()
+            loop.call_later(self._settings.layout_idle_s, self._end_if_idle, engine)
+            self._tell_freed()
+
+    async def _found_or_begun(self, layout: UsedLayout, *, compare: bool) -> _Engine:
+        try:
+            async with asyncio.timeout(self._settings.layout_queue_s):
+                while True:
+                    found = self._engines.get(layout.id)
+                    if found is not None and found.is_alive:
+                        return found
+                    if found is not None:
+                        self._drop(found)
+                    if self._make_room(layout):
+                        begun = self._engines[layout.id] = _Engine(self._settings, layout, compare=compare)
+                        return begun
+                    await self._freed.wait()
+        except TimeoutError as error:
+            raise _busy() from error
+
+    def _make_room(self, layout: UsedLayout) -> bool:
+        """End idle processes until one more may begin; false if too many are in use."""
+        of_tenant = [e for e in self._engines.values() if e.layout.tenant == layout.tenant]
+        if layout.max_running is not None and not self._room_among(of_tenant, layout.max_running):
+            return False
+        return self._room_among(list(self._engines.values()), self._settings.layout_engines)
+
+    def _room_among(self, engines: list[_Engine], most: int) -> bool:
+        idle = sorted((e for e in engines if not e.users), key=lambda e: e.idle_since)
+        surplus = len(engines) + 1 - most
+        if surplus > len(idle):
+            return False
+        for engine in idle[: max(0, surplus)]:
+            self._drop(engine)
+        return True
+
+    @asynccontextmanager
+    async def _turn(self, engine: _Engine) -> AsyncGenerator[None]:
+        try:
+            async with asyncio.timeout(self._settings.layout_queue_s):
+                await engine.reads.acquire()
+        except TimeoutError as error:
+            raise _busy() from error
+        try:
+            yield
+        finally:
+            engine.reads.release()
+
+    def _end_if_idle(self, engine: _Engine) -> None:
+        idle_s = asyncio.get_running_loop().time() - engine.idle_since
+        if not engine.users and idle_s >= self._settings.layout_idle_s:
+            self._drop(engine)
+
+    def _drop(self, engine: _Engine) -> None:
+        if self._engines.get(engine.layout.id) is engine:
+            del self._engines[engine.layout.id]
+        task = asyncio.create_task(engine.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        self._tell_freed()
+
+    def _tell_freed(self) -> None:
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+
+def _busy() -> JobError:
+    return JobError("service.busy", "all engine processes for layouts are in use")
+
+
+def _crashed() -> JobError:
+    return JobError(
+        "internal.error",
+        "the process that makes the files of the layout crashed",
+        fix="run `reshard convert` on the source, and report its output",
+    )

@@ -402,6 +402,26 @@ class VirtualCheckpoint:
         return self.plan.not_carried
 
     @property
+    def content_digest(self) -> str:
+        """Digest of everything that decides the bytes: the source as it was pinned, and the layout."""
+        return self.plan.content_digest
+
+    @property
+    def source_digest(self) -> str:
+        """Digest of the source's files, each with its pin."""
+        return self.plan.source_digest
+
+    @property
+    def source_format(self) -> str:
+        """The format of the source, as `inspect` names it."""
+        return self.checkpoint.format
+
+    @property
+    def tag(self) -> str | None:
+        """The tag of the source."""
+        return self.checkpoint.tag
+
+    @property
     def read_bytes(self) -> int:
         """Bytes of tensors that were read from the source so far."""
         return self._make.read_bytes

@@ -137,6 +137,11 @@ class Plan:
         object.__setattr__(self, "content_digest", _digest({k: v for k, v in facts.items() if k not in how}))
 
     @property
+    def source_digest(self) -> str:
+        """Digest of the source's files, each with its pin."""
+        return _digest({k: v for k, v in self.source.items() if k not in {"url", "tag"}})
+
+    @property
     def on_overflow(self) -> OverflowPolicy:
         """The policy for elements that are too large for their new type."""
         return OverflowPolicy(self.target.get("on_overflow", OverflowPolicy.INF))
