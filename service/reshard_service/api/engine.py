@@ -296,7 +296,7 @@ MOST_RANGES = 100
 _MEDIA_TYPE = "application/octet-stream"
 _CACHE = "private, no-transform"
 _TAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e\x80-\xff]*"')
-_RANGE = re.compile(r"(\d{1,1000})-(\d{0,1000})|-(\d{1,1000})")
+_RANGE = re.compile(r"([0-9]{1,1000})-([0-9]{0,1000})|-([0-9]{1,1000})")
 
 
 def _by_conditions(tag: str, if_match: str | None, if_none_match: str | None) -> Response | None:
