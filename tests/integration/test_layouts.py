@@ -27,7 +27,7 @@ from house.measured import say
 from house.waiting import at_once, wait_until
 from reshard.errors import JobError, RequestError, ReshardError
 from reshard.models.access import TenantSettings
-from reshard.models.jobs import LayoutRequest
+from reshard.models.jobs import Layout, LayoutRequest
 from reshard.options import SourceSpec
 from reshard_jobs.database import Database
 from reshard_jobs.layouts import MOST_LAYOUTS, Layouts, PlannedLayout, UsedLayout
@@ -522,6 +522,21 @@ def test_options_of_a_run_have_no_place(service: Service, tiny: Path) -> None:
     assert (
         service.ask("POST", "/v1/layouts", json={"source": f"{tiny}x", **LAYOUT}).json()["code"] == "source.not_found"
     )
+
+
+def test_the_client_makes_lists_and_removes(service: Service, tiny: Path) -> None:
+    async def ask(layout_id: str) -> Layout:
+        async with reshard.AsyncClient(service.url, token=service.tokens["anna"]) as client:
+            return await client.layouts.get(layout_id)
+
+    with reshard.Client(service.url, token=service.tokens["anna"]) as client:
+        made = client.layouts.create(str(tiny), to="zero", tag="global_step3", dp=3, name="named", compare=False)
+        assert (made.tag, made.compared, len(made.files)) == ("global_step3", None, 6)
+        assert client.layouts.list()[0].id == made.id
+        assert asyncio.run(ask(made.id)) == client.layouts.get(made.id) == made
+        client.layouts.remove(made.id)
+        assert raised(RequestError, client.layouts.get, made.id).code == "request.gone"
+        assert raised(RequestError, client.layouts.create, str(tiny), to="zero", threads=2).code == "request.invalid"
 
 
 # Expiry.

@@ -21,7 +21,7 @@ import typer
 import reshard
 from house.expected import raised
 from house.repository import ROOT
-from reshard.api.admin import AdminClient, Webhooks
+from reshard.api.admin import AdminClient, Layouts, Webhooks
 from reshard.api.client import Client
 from reshard.cli.main import app
 from reshard.errors import SEE_HELP, ReshardError
@@ -108,7 +108,7 @@ def test_documented_arguments_are_the_arguments() -> None:
     calls = {
         name: getattr(reshard, name) for name in ("inspect", "picture", "plan", "convert", "verify", "diff", "ensure")
     }
-    for kind in (Client, Webhooks, AdminClient):
+    for kind in (Client, Webhooks, Layouts, AdminClient):
         for name, value in vars(kind).items():
             function = value.fget if isinstance(value, property) else value
             if not name.startswith("_") and inspect.isfunction(function):
@@ -124,7 +124,7 @@ def test_documented_arguments_are_the_arguments() -> None:
         assert listed == wanted, name
         if signature.return_annotation not in (None, "None"):
             assert re.search(r"^(Returns|Yields):$", text, re.MULTILINE), name
-        if name not in ("Client.close", "Client.admin", "Client.webhooks"):
+        if name not in ("Client.close", "Client.admin", "Client.webhooks", "Client.layouts"):
             assert "Raises:" in text, name
 
 

@@ -1,16 +1,17 @@
-"""The calls of administrators of a service: tokens, tenants, the audit log and webhooks."""
+"""The calls of a service beside those of jobs: tokens, tenants, the audit log, webhooks and virtual layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Unpack
 from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
 from reshard.api.exchange import Calls
 from reshard.api.wire import Call
-from reshard.choices import TokenScope
+from reshard.choices import TargetFormat, TokenScope
+from reshard.installed_formats import nested
 from reshard.models.access import (
     DEFAULT_TOKEN_S,
     ENDINGS,
@@ -33,6 +34,9 @@ from reshard.models.access import (
     WebhookList,
     WebhookRequest,
 )
+from reshard.models.jobs import Layout, LayoutList, LayoutRequest, LayoutSummary
+from reshard.models.keywords import ConvertOptions
+from reshard.options import SourceSpec
 from reshard.wire_model import invalid
 
 
@@ -310,6 +314,86 @@ class Webhooks(Calls):
         body = RedeliverRequest(delivery=delivery_id)
         call = Call("POST", f"{_path(webhook_id)}/redeliver", body=_dump(body))
         return self._pick(call, Redelivered, lambda found: found.count)
+
+
+_LAYOUTS = "/v1/layouts"
+
+
+class Layouts(Calls):
+    """Targets that the service serves and that nobody writes."""
+
+    def create(
+        self,
+        source: str | SourceSpec,
+        *,
+        to: TargetFormat | str,
+        name: str | None = None,
+        compare: bool = True,
+        wait_s: float = 300.0,
+        **options: Unpack[ConvertOptions],
+    ) -> Layout:
+        """Plan a layout, whose files are served until it expires.
+
+        Args:
+            source: The checkpoint, as the service sees it, or a `SourceSpec` with its tag and profile.
+            to: The format of the files.
+            name: The last name of the target's directory; by default the tag of the source.
+            compare: True to compare the copies of the source first, as a conversion does. It reads them.
+            wait_s: Seconds that planning and comparing may take, beside the client's own limit.
+            **options: Options of the conversion that decide bytes, by their names in requests; see `LayoutRequest`.
+
+        Returns:
+            The layout with its files.
+
+        Raises:
+            ReshardError: What is wrong with the request or with the source; `service.busy`.
+        """
+        fields: dict[str, Any] = dict(options)
+        said = {field: fields.pop(field) for field in SourceSpec.model_fields if field in fields}
+        spec = source if isinstance(source, SourceSpec) else {"url": source, **said}
+        own = {"source": spec, "to": to, "name": name, "compare": compare}
+        try:
+            body = LayoutRequest.model_validate({**own, **nested(fields)})
+        except ValidationError as error:
+            raise invalid(error) from None
+        sent = body.model_dump(mode="json", exclude_defaults=True)
+        return self._ask(Call("POST", _LAYOUTS, body=sent, wait_s=wait_s), Layout)
+
+    def list(self) -> tuple[LayoutSummary, ...]:
+        """List the layouts that have not expired, the newest first.
+
+        Returns:
+            The layouts, without their files.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
+        return self._pick(Call("GET", _LAYOUTS), LayoutList, lambda found: found.layouts)
+
+    def get(self, layout_id: str) -> Layout:
+        """Get a layout with its files.
+
+        Args:
+            layout_id: The layout's id.
+
+        Returns:
+            The layout. `links["files"]` is the path of the service below which each file is at its own path.
+
+        Raises:
+            RequestError: `request.not_found`; `request.gone` when it has expired.
+        """
+        return self._ask(Call("GET", f"{_LAYOUTS}/{quote(layout_id, safe='')}"), Layout)
+
+    def remove(self, layout_id: str) -> None:
+        """End a layout before it expires.
+
+        Args:
+            layout_id: The layout's id.
+
+        Raises:
+            RequestError: `request.not_found`; `request.gone`.
+        """
+        self._run(self._exchange.tell(Call("DELETE", f"{_LAYOUTS}/{quote(layout_id, safe='')}")))
 
 
 def _path(webhook_id: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 import httpx
 
 from reshard.api import wire
-from reshard.api.admin import AdminClient, Webhooks
+from reshard.api.admin import AdminClient, Layouts, Webhooks
 from reshard.api.client import Client, sent, service_at
 from reshard.api.exchange import Exchange, Flow, Listen, NextLine, Pause, Talk
 from reshard.api.wire import Answer
@@ -95,6 +95,15 @@ class AsyncWebhooks(_Asynchronous[Webhooks]):
     enable = _awaited(Webhooks.enable)
     deliveries = _awaited(Webhooks.deliveries)
     redeliver = _awaited(Webhooks.redeliver)
+
+
+class AsyncLayouts(_Asynchronous[Layouts]):
+    """The layouts of a service, as `AsyncClient.layouts`."""
+
+    create = _awaited(Layouts.create)
+    list = _awaited(Layouts.list)
+    get = _awaited(Layouts.get)
+    remove = _awaited(Layouts.remove)
 
 
 class AsyncAdminClient(_Asynchronous[AdminClient]):
@@ -181,6 +190,15 @@ class AsyncClient(_Asynchronous[Client]):
             An object with a coroutine for each call.
         """
         return AsyncWebhooks(Webhooks(_itself, self._exchange), self._run_exchange)
+
+    @property
+    def layouts(self) -> AsyncLayouts:
+        """Targets that the service serves and that nobody writes, as `Client.layouts`.
+
+        Returns:
+            An object with a coroutine for each call.
+        """
+        return AsyncLayouts(Layouts(_itself, self._exchange), self._run_exchange)
 
     watch = _told(Client.watch)
     events = _told(Client.events)

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from reshard.api import wire
-from reshard.api.admin import AdminClient, Webhooks
+from reshard.api.admin import AdminClient, Layouts, Webhooks
 from reshard.api.exchange import Exchange, Flow, Listen, NextLine, Pause, Talk
 from reshard.api.service_token import ServiceAuth
 from reshard.api.wire import Answer, Call, ModelT
@@ -340,6 +340,15 @@ class Client:
             An object with a method for each call.
         """
         return Webhooks(self._run, self._exchange)
+
+    @property
+    def layouts(self) -> Layouts:
+        """Targets that the service serves and that nobody writes.
+
+        Returns:
+            An object with a method for each call.
+        """
+        return Layouts(self._run, self._exchange)
 
     def workers(self) -> tuple[WorkerNode, ...]:
         """The live workers of the service, by name.

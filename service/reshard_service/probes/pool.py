@@ -244,6 +244,8 @@ class _Engine:
         self.layout = layout
         self.users = 0
         self.idle_since = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        """Ends it when it has been idle for long enough."""
         self.reads = asyncio.Semaphore(settings.layout_reads)
         self._settings = settings
         self._compare = compare
@@ -442,9 +444,8 @@ class LayoutEngines:
             yield engine
         finally:
             engine.users -= 1
-            loop = asyncio.get_running_loop()
-            engine.idle_since = loop.time()
-            loop.call_later(self._settings.layout_idle_s, self._end_if_idle, engine)
+            if not engine.users:
+                self._end_later(engine)
             self._tell_freed()
 
     async def _found_or_begun(self, layout: UsedLayout, *, compare: bool) -> _Engine:
@@ -491,14 +492,18 @@ class LayoutEngines:
         finally:
             engine.reads.release()
 
-    def _end_if_idle(self, engine: _Engine) -> None:
-        idle_s = asyncio.get_running_loop().time() - engine.idle_since
-        if not engine.users and idle_s >= self._settings.layout_idle_s:
-            self._drop(engine)
+    def _end_later(self, engine: _Engine) -> None:
+        loop, idle_s = asyncio.get_running_loop(), self._settings.layout_idle_s
+        engine.idle_since = loop.time()
+        if engine.timer is not None:
+            engine.timer.cancel()
+        engine.timer = loop.call_later(idle_s, lambda: engine.users or self._drop(engine))
 
     def _drop(self, engine: _Engine) -> None:
         if self._engines.get(engine.layout.id) is engine:
             del self._engines[engine.layout.id]
+        if engine.timer is not None:
+            engine.timer.cancel()
         task = asyncio.create_task(engine.end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
