@@ -80,7 +80,7 @@ OF_OTHERS = {
     # Names of Megatron-LM, too.
     "formats/megatron/common.py": {"checkpoint_version"},
     "formats/megatron/across.py": {
-        *("clip_grad", "lr_scheduler"),
+        *("clip_grad", "lr_scheduler", "checkpoint_version", "padded_vocab_size"),
         r"(?:tied_modules\.embed|1)\.((?:word|position)_embeddings\.weight)",
     },
     "formats/megatron/placement.py": {"mp_rank_"},

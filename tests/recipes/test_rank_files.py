@@ -119,7 +119,8 @@ def test_ones_own_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = {"transformer_impl": "local", "moe_grouped_gemm": False, "accumulate_allreduce_grads_in_fp32": True}
-    MegatronRun(tensor=2, pipeline=2, said=local).save_torch_dist(tmp_path / "runs" / "gpt")
+    alike = {"num_attention_heads": 2, "lr": 1e-3, "min_lr": 1e-5, "make_vocab_size_divisible_by": 4}
+    MegatronRun(tensor=2, pipeline=2, said=local | alike).save_torch_dist(tmp_path / "runs" / "gpt")
     MegatronRun(experts=4, expert_ranks=4, data=4, said=local).save_torch_dist(tmp_path / "runs" / "moe")
     for name in ("gpt", "moe"):
         (tmp_path / "runs" / name / "latest_checkpointed_iteration.txt").write_text("7")
@@ -135,6 +136,11 @@ def test_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (runs / "gpt-any" / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert (runs / "gpt-ranks" / "iter_0000007" / "mp_rank_01" / "distrib_optim.pt").exists()
     assert (tmp_path / "weights" / "model.safetensors").exists()
+    # To Megatron-DeepSpeed and back: the stand-in's schedule is none, and its groups lack a field of newer versions.
+    found = reshard.diff(runs / "gpt", runs / "gpt-core", progress=False)
+    differing = [d for d in found.differences if d.name != "schedulers"]
+    assert [d for d in differing if "default_config" not in d.model_dump_json()] == []
+    assert (runs / "gpt-ds" / "latest_checkpointed_iteration.txt").read_text() == "7"
 
 
 def _same_tensors(one: Path, other: Path) -> bool:
