@@ -67,7 +67,7 @@ def filled(line: str, words: dict[str, str]) -> list[str]:
     # In a second pair of braces, more may follow the place.
     known["{}"] = known["{}{}"] = known.get(kind or "SRC", "")
     if "megatron" in found:
-        known["{}"], known["DST/{}"] = words["MEGATRON"], f"{words['DST']}/iter_0000007"
+        known["{}"], known["DST/iter_NNNNNNN"] = words["MEGATRON"], f"{words['DST']}/iter_0000007"
     if "--ep" in found:
         found[found.index("--ep") + 1] = "2"
     if "--scope" in found:
