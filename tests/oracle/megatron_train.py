@@ -52,6 +52,8 @@ class Run:
     dp: int = 1
     vpp: int | None = None
     ep: int = 1
+    etp: int | None = None
+    """Tensor-parallel ranks of experts; None for those of all else."""
     layers: int = 4
     vocab: int = 96
     """Tokens; the vocabulary is padded to a multiple of 8 * tp."""
@@ -72,6 +74,11 @@ class Run:
     def world(self) -> int:
         """The number of ranks."""
         return self.tp * self.pp * self.dp
+
+    @property
+    def expert_tensor(self) -> int:
+        """Tensor-parallel ranks of experts."""
+        return self.tp if self.etp is None else self.etp
 
     @property
     def padded(self) -> int:
@@ -104,7 +111,7 @@ class Training:
             run.pp,
             virtual_pipeline_model_parallel_size=run.vpp,
             expert_model_parallel_size=run.ep,
-            expert_tensor_parallel_size=run.tp if moe else None,
+            expert_tensor_parallel_size=run.expert_tensor if moe else None,
         )
         seed = SEED[resumed]
         random.seed(seed)
@@ -206,7 +213,7 @@ class Training:
             "pipeline_dtype": dtype, "params_dtype": dtype, "bf16": run.dtype == "bf16", "fp16": run.dtype == "fp16",
             "tensor_model_parallel_size": run.tp, "pipeline_model_parallel_size": run.pp,
             "virtual_pipeline_model_parallel_size": run.vpp, "expert_model_parallel_size": run.ep,
-            "expert_tensor_parallel_size": run.tp, "add_bias_linear": gpt, "gated_linear_unit": not gpt,
+            "expert_tensor_parallel_size": run.expert_tensor, "add_bias_linear": gpt, "gated_linear_unit": not gpt,
             "activation_func": F.gelu if gpt else F.silu, "normalization": "LayerNorm" if gpt else "RMSNorm",
             "hidden_dropout": 0.0, "attention_dropout": 0.0, "gradient_accumulation_fusion": False,
             "bias_activation_fusion": False, "masked_softmax_fusion": False, "bias_dropout_fusion": False,
@@ -264,25 +271,28 @@ class Training:
         """Write the live state of all ranks: STEM.safetensors has `NAME/KIND`, STEM.json groups and scheduler."""
         run, ps = self.run, self.ps
         states = self._states()
-        mine: list[tuple[str, bool, int, dict[str, torch.Tensor]]] = []
+        mine: list[tuple[str, bool, int, int, dict[str, torch.Tensor]]] = []
         experts = run.experts // run.ep
         for offset, model in zip(self.offsets, self.models, strict=True):
             for name, p in model.named_parameters():
                 known = re.sub(r"^decoder\.layers\.(\d+)", lambda m, o=offset: f"decoder.layers.{int(m[1]) + o}", name)
                 shift = ps.get_expert_model_parallel_rank() * experts
                 known = re.sub(r"experts\.(\d+)\.", lambda m, s=shift: f"experts.{int(m[1]) + s}.", known)
-                cut = bool(getattr(p, "tensor_model_parallel", False)) and run.tp > 1
+                expert = ".local_experts." in name
+                ranks = run.expert_tensor if expert else run.tp
+                cut = bool(getattr(p, "tensor_model_parallel", False)) and ranks > 1
+                rank = ps.get_expert_tensor_parallel_rank() if expert else ps.get_tensor_model_parallel_rank()
                 held = {"weight": p.detach().clone(), **states.get(p, {})}
-                mine.append((known, cut, getattr(p, "partition_dim", -1), held))
+                mine.append((known, cut, getattr(p, "partition_dim", -1), rank, held))
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (ps.get_tensor_model_parallel_rank(), mine))
+        dist.all_gather_object(gathered, mine)
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         if dist.get_rank() != 0:
             return
         tensors: dict[str, torch.Tensor] = {}
         parts: dict[str, dict[int, Any]] = {}
-        for rank, entries in gathered:
-            for name, cut, dim, held in entries:
+        for entries in gathered:
+            for name, cut, dim, rank, held in entries:
                 if not (run.model == "gpt" and name == "output_layer.weight"):
                     parts.setdefault(name, {}).setdefault(rank, (cut, dim, held))
         for name, ranks in parts.items():
@@ -349,7 +359,7 @@ class Training:
             padded_vocab_size=run.padded, vocab_size=run.vocab, make_vocab_size_divisible_by=8,
             tensor_model_parallel_size=run.tp, pipeline_model_parallel_size=run.pp,
             virtual_pipeline_model_parallel_size=run.vpp, num_layers_per_virtual_pipeline_stage=None,
-            expert_model_parallel_size=run.ep, expert_tensor_parallel_size=run.tp, context_parallel_size=1,
+            expert_model_parallel_size=run.ep, expert_tensor_parallel_size=run.expert_tensor, context_parallel_size=1,
             num_experts=run.experts if moe else None,
             moe_ffn_hidden_size=config.moe_ffn_hidden_size if moe else None, moe_router_topk=2,
             moe_layer_freq=1, moe_grouped_gemm=False, decoder_first_pipeline_num_layers=None,

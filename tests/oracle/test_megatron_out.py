@@ -102,6 +102,19 @@ CASES: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]]]] = {
 """Names of cases: the run, the form of its save, and the layouts that go on."""
 
 
+def test_experts_that_are_cut_over_other_ranks_go_on(tmp_path: Path, worlds: Worlds) -> None:
+    """`--expert-tensor-parallel-size`: tensor-parallel ranks hold whole experts, each other ones."""
+    case = MOE | {"tp": 2, "ep": 2, "etp": 1}
+    forms = ("torch", "dp_reshardable", "dp_zero_gather_scatter")
+    begun = run(worlds, case, tmp_path / "begun", save=[[form, str(tmp_path / form)] for form in forms])
+    assert all(reshard.diff(tmp_path / forms[0], tmp_path / form).equal for form in forms[1:])
+    for number, layout in enumerate([{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}]):
+        target = tmp_path / f"to_{number}" / STEP
+        reshard.convert(tmp_path / forms[number], target, to="megatron", ep=2, progress=False)
+        now = MOE | layout
+        goes_on(worlds, begun, now, ["torch_dist", str(target.parent)], tmp_path / f"now_{number}", close=5e-5)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_megatron_goes_on_at_other_layouts(name: str, tmp_path: Path, worlds: Worlds) -> None:
     case, form, layouts = CASES[name]

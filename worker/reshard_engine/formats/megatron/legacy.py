@@ -252,10 +252,6 @@ class _Assembly:
             run = Run.of(common)
         except LayoutError as error:
             raise self._unsupported(str(error)) from error
-        if run.expert_tensor != run.tensor and (common.number("num_experts") or run.experts > 1):
-            raise self._unsupported(
-                f"experts are cut over {run.expert_tensor} tensor-parallel ranks, and all else over {run.tensor}"
-            )
         version = common.items.get("checkpoint_version")
         if isinstance(version, int | float) and version < 2:
             raise self._unsupported(f"{printable(name)} has the version {version}, whose attention has another order")
@@ -271,7 +267,10 @@ class _Assembly:
             SourceError: `checkpoint.incomplete` for ranks without one, `checkpoint.mixed` for directories of others.
         """
         run = self._run
-        ranks = {rank: rank.directory(run) for rank in run.ranks()}
+        try:
+            ranks = {rank: rank.directory(run) for rank in run.ranks()}
+        except LayoutError as error:
+            raise self._unsupported(str(error)) from error
         said = f"the arguments of the run say {run.tensor} tensor-parallel ranks, {counted(run.pipeline, 'stage')}" + (
             f" and {run.experts} expert-parallel ranks" if run.experts > 1 else ""
         )
@@ -477,19 +476,21 @@ class _Assembly:
         return f"{rank.directory(self._run)}/{MODEL_FILE if state == 'weight' else OPTIMIZER_FILE}"
 
     def _rows(self, name: str, parts: Mapping[Rank, int]) -> list[dict[Rank, int]]:
-        """The parts by expert-parallel rank, each of all tensor-parallel ones.
+        """The parts of each copy, each of all tensor-parallel ranks.
 
         Raises:
-            SourceError: `checkpoint.incomplete` for a parameter that some of them lack.
+            SourceError: `checkpoint.mixed` for a parameter that some of them lack.
         """
+        run, expert = self._run, EXPERT.fullmatch(name) is not None
         rows: dict[tuple[int, int], dict[Rank, int]] = {}
         for rank in sorted(parts):
-            rows.setdefault((rank.stage, rank.expert), {})[rank] = parts[rank]
-        lacking = next((row for row in rows.values() if len(row) != self._run.tensor), None)
+            rows.setdefault((rank.stage, rank.expert if expert else run.replica(rank)), {})[rank] = parts[rank]
+        ranks = run.expert_tensor if expert else run.tensor
+        lacking = next((row for row in rows.values() if len(row) != ranks), None)
         if lacking is not None or len({stage for stage, _ in rows}) > 1:
             raise SourceError(
                 "checkpoint.mixed",
-                f"{printable(name)} is held by {counted(len(parts), 'rank')}, which are not the {self._run.tensor} "
+                f"{printable(name)} is held by {counted(len(parts), 'rank')}, which are not the {ranks} "
                 "tensor-parallel ones of one stage",
                 fix=_COPY_AGAIN,
             )
@@ -539,10 +540,10 @@ class _Assembly:
         for kind, node in enumerate(chained):
             if node is None:
                 # Experts' ranks share the data-parallel ranks of all else, and the first one saves that.
-                if kind or not file.rank.expert:
+                if kind or not self._run.replica(file.rank):
                     raise SourceError("checkpoint.incomplete", f"{name} holds no states of optimizer {kind}")
                 continue
-            if kind == 0 and file.rank.expert:
+            if kind == 0 and self._run.replica(file.rank):
                 raise LayoutError(f"{name} holds states that the first expert-parallel rank holds as well")
             found += self._buffers(file, VectorFile(optimizer, number), node, of_experts=kind == 1)
         return found
@@ -675,7 +676,7 @@ class _Assembly:
         random_states = {
             (f.rank.stage, f.rank.tensor): self._trees.carried(f.items[RANDOM], f.parsed)
             for f in self._ranks
-            if RANDOM in f.items and not f.rank.expert
+            if RANDOM in f.items and not self._run.replica(f.rank)
         }
         self._model.rules = self._key_rules()
         self._model.extra_states = {n: self._trees.carried(s, f.parsed) for n, (s, f) in self._extra.items()}

@@ -100,12 +100,32 @@ class Run:
         chunks = (common.number("virtual_pipeline_model_parallel_size") or 1) if pipeline > 1 else 1
         if (ranks := tensor * pipeline * experts * chunks) > _MOST_RANKS:
             raise LayoutError(f"the arguments of the run name {ranks} model-parallel ranks and chunks")
-        return cls(common, tensor, pipeline, chunks, experts, sizes["expert_tensor"] or tensor)
+        has_experts = experts > 1 or common.number("num_experts") is not None
+        return cls(common, tensor, pipeline, chunks, experts, (has_experts and sizes["expert_tensor"]) or tensor)
 
     def ranks(self) -> list[Rank]:
-        """All model-parallel ranks: tensor-parallel ones are the inner ones, then expert-parallel ones, then stages."""
-        stages, experts, tensor = range(self.pipeline), range(self.experts), range(self.tensor)
-        return [Rank(stage, expert, rank) for stage in stages for expert in experts for rank in tensor]
+        """The ranks that save directories: of each stage the first ones that hold all experts.
+
+        Tensor-parallel ranks are the inner ones, then expert-parallel ones. Where experts are cut over fewer ranks than
+        all else, the experts of one tensor-parallel rank are not those of the next.
+
+        Raises:
+            LayoutError: These ranks do not hold all parameters, or two of them have one directory.
+        """
+        count, rest = divmod(self.expert_tensor * self.experts, self.tensor)
+        if rest or not count or self.tensor % self.expert_tensor:
+            raise LayoutError(
+                f"experts are cut over {self.expert_tensor} tensor-parallel ranks, and all else over {self.tensor}: "
+                f"the directories of {self.experts} expert-parallel ranks do not hold all of the model"
+            )
+        places = range(self.expert_tensor * self.experts)
+        return [
+            Rank(stage, at // self.expert_tensor, at % self.tensor) for stage in range(self.pipeline) for at in places
+        ]
+
+    def replica(self, rank: Rank) -> int:
+        """The number of the copy of all that is no expert, of which a rank of `ranks` holds a part."""
+        return (rank.expert * self.expert_tensor + rank.tensor % self.expert_tensor) // self.tensor
 
     @property
     def data_ranks(self) -> int | None:
