@@ -5,11 +5,13 @@ Nothing but the path says that a checkpoint was resharded: the configurations of
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def script(path: str, arguments: list[str], environment: dict[str, str], without_gpu: str) -> str:
+def script(path: str, arguments: list[str], environment: dict[str, str], without_gpu: str, direct: bool = False) -> str:
     """Runs a training script as it stands in this world, which spares a launcher and the imports of its processes.
 
     Args:
@@ -78,6 +80,7 @@ def script(path: str, arguments: list[str], environment: dict[str, str], without
         arguments: its own.
         environment: variables that a launcher sets.
         without_gpu: a module that puts in what this machine lacks.
+        direct: its ``reshard.ensure`` converts nothing.
 
     Returns:
         What this rank printed.
@@ -86,8 +89,12 @@ def script(path: str, arguments: list[str], environment: dict[str, str], without
     os.environ |= environment | {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     runpy.run_path(without_gpu)
     sys.argv = [path, *arguments]
+    if direct:
+        vars(reshard)["ensure"] = partial(reshard.ensure, direct=True)
     with redirect_stdout(StringIO()) as said:
         runpy.run_path(path, run_name="__main__")
+    if direct:
+        atexit._run_exitfuncs()  # a rank ends without them
     return said.getvalue()
 
 

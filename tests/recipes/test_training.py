@@ -92,10 +92,11 @@ def torchrun(script: str, output: Path, processes: int, *options: str, **variabl
     return launch(*command, script, str(output), environment=variables)
 
 
-def warm(worlds: Worlds, name: str, output: Path, processes: int, **variables: str) -> Said:
-    """A recipe on a warmed world, without a launcher; what rank 0 printed."""
+def warm(worlds: Worlds, name: str, output: Path, processes: int, *, direct: bool = False, **variables: str) -> Said:
+    """A recipe on a warmed world, without a launcher; what rank 0 printed. With `direct`, it converts nothing."""
     without_gpu = str(_HERE / "cpu" / "sitecustomize.py")
-    options = {"arguments": [str(output)], "environment": variables, "without_gpu": without_gpu}
+    options: dict[str, Any] = {"arguments": [str(output)], "environment": variables, "without_gpu": without_gpu}
+    options["direct"] = direct
     said = worlds.run("oracle.ensured:script", world=processes, path=str(RECIPES / name), **options)
     return Said(said[0], "")
 
@@ -143,6 +144,19 @@ def test_the_trainer_goes_on_on_two_processes_and_then_on_three(worlds: Worlds, 
     assert [p.name.rpartition("-")[0] for p in (two / "checkpoint-2" / ".reshard").glob("global_step2*")] == [
         "global_step2-dp2"
     ]
+
+
+def test_the_trainer_goes_on_on_two_and_three_processes_without_a_conversion(worlds: Worlds, tmp_path: Path) -> None:
+    four, two, three = (tmp_path / name for name in ("four", "two", "three"))
+    warm(worlds, "train_trainer.py", four, 4)
+    shutil.copytree(four / "checkpoint-2", two / "checkpoint-2")
+    warm(worlds, "train_trainer.py", two, 2, direct=True)
+    shutil.copytree(two / "checkpoint-4", three / "checkpoint-4")
+    warm(worlds, "train_trainer.py", three, 3, direct=True)
+    through = trainer_log(four)
+    assert agree(losses(trainer_log(two), 3, 4, 5, 6), losses(through, 3, 4, 5, 6), significant=6)
+    assert agree(losses(trainer_log(three), 5, 6), losses(through, 5, 6), significant=6)
+    assert not list(tmp_path.rglob(".reshard"))
 
 
 @pytest.mark.full  # tests/oracle/test_ensure_frameworks.py has its call; the script's own lines are few
@@ -267,6 +281,10 @@ def test_lightning_goes_on_on_three_devices(worlds: Worlds, tmp_path: Path) -> N
     saved = "epoch=0-step=3.ckpt"
     shutil.copytree(two / saved, three / saved)
     resumed = steps(warm(worlds, "train_lightning.py", three, 3, **told))
+    again = tmp_path / "again"
+    shutil.copytree(two / saved, again / saved)
+    assert steps(warm(worlds, "train_lightning.py", again, 3, direct=True, **told)) == resumed
+    assert not (again / saved / ".reshard").exists()
     assert list(through) == [1, 2, 3, 4, 5, 6]
     assert list(resumed) == [4, 5, 6]
     assert agree(losses(resumed, 4, 5, 6), losses(through, 4, 5, 6), significant=6)

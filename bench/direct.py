@@ -1,0 +1,145 @@
+"""Time to a loaded engine on fewer ranks: by a conversion, by DeepSpeed's universal checkpoint, and directly.
+
+    python bench/direct.py [--megabytes 1000] [--stage 2] [--ranks 3] [--rounds 3] [--work DIR]
+
+A run of DeepSpeed on four ranks goes on with fewer. Each round times, from the call to an engine that all ranks have
+loaded: `ds_to_universal` and a universal load; our conversion and a plain load; our direct load; and, to compare, the
+plain load of files that fit already. Then torch loads matrices by columns that were saved by rows, through its own
+reader and through ours. Sums of what was loaded say that all ways give the same. Files are in the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
+
+from cases import convert_command, environment  # noqa: E402 - beside this file
+
+from oracle.launcher import Worlds  # noqa: E402
+
+SAVED_RANKS = 4
+BYTES_OF_A_LAYER = 14 << 20
+"""bf16 weights, masters and two moments of 1,024 x 1,024 elements."""
+MIB = 1 << 20
+
+
+def _timed(command: Sequence[str]) -> float:
+    begun = time.perf_counter()
+    subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - begun
+
+
+class Bench:
+    """The measurements of one size."""
+
+    def __init__(self, worlds: Worlds, work: Path, layers: int, stage: int, ranks: int) -> None:
+        self.worlds, self.work, self.layers, self.stage, self.ranks = worlds, work, layers, stage, ranks
+        self.source = work / "source"
+        self.run("save", SAVED_RANKS, layers=layers, stage=stage, folder=str(self.source))
+
+    def run(self, function: str, world: int, **arguments: Any) -> list[Any]:
+        """The results of a function of `direct_ranks` by rank."""
+        return self.worlds.run(f"direct_ranks:{function}", world=world, timeout_s=900, **arguments)
+
+    def load(self, way: str, folder: Path, before: float = 0.0) -> dict[str, Any]:
+        """Load, after a conversion that took `before` seconds."""
+        results = self.run("load", self.ranks, layers=self.layers, stage=self.stage, folder=str(folder), way=way)
+        sums = {r["sum"] for r in results}
+        assert len(sums) == 1
+        return {
+            "seconds": before + max(r["seconds"] for r in results),
+            "read": sum(r["read"] for r in results),
+            "peak": max(r["peak"] for r in results),
+            "sum": sums.pop(),
+        }
+
+    def once(self) -> dict[str, dict[str, Any]]:
+        """Each way once."""
+        universal, converted = self.work / "universal", self.work / "converted"
+        for place in (universal, converted):
+            shutil.rmtree(place, ignore_errors=True)
+        script = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        script += ["--input_folder", str(self.source / "step1"), "--output_folder", str(universal / "step1")]
+        peer = _timed(script)
+        (universal / "latest_universal").write_text("step1")
+        options = ("--to", "zero", "--dp", str(self.ranks))
+        ours = _timed(convert_command(self.source, converted / "step1", *options))
+        found = {
+            "ds_to_universal, universal load": self.load("universal", universal, peer),
+            "our conversion, plain load": self.load("plain", converted, ours),
+            "direct": self.load("direct", self.source),
+            "plain load of files that fit": self.load("plain", converted),
+        }
+        wanted = {round(one["sum"], 3) for one in found.values()}
+        assert len(wanted) == 1, f"the ways loaded different masters: {wanted}"
+        return found
+
+
+def _shown(rounds: list[dict[str, dict[str, Any]]], over: str) -> None:
+    base = statistics.median(r[over]["seconds"] for r in rounds)
+    for way in rounds[0]:
+        seconds = statistics.median(r[way]["seconds"] for r in rounds)
+        last = rounds[-1][way]
+        print(
+            f"  {way:34} {seconds:7.2f} s  {seconds / base:5.2f} of {over!r}  "
+            f"read {last['read'] / MIB:7.0f} MiB  peak of a rank {last['peak'] / MIB:6.0f} MiB",
+            flush=True,
+        )
+
+
+def _distributed(worlds: Worlds, work: Path, layers: int, rounds: int) -> None:
+    folder = str(work / "dcp")
+    worlds.run("direct_ranks:save_distributed", world=SAVED_RANKS, timeout_s=900, layers=layers, folder=folder)
+    found: list[dict[str, dict[str, Any]]] = []
+    for _ in range(rounds):
+        once: dict[str, dict[str, Any]] = {}
+        for way in ("torch", "reshard"):
+            results = worlds.run(
+                "direct_ranks:load_distributed", world=2, timeout_s=900, layers=layers, folder=folder, way=way
+            )
+            once[way] = {
+                "seconds": max(r["seconds"] for r in results),
+                "read": sum(r["read"] for r in results),
+                "peak": max(r["peak"] for r in results),
+                "sum": results[0]["sum"],
+            }
+        assert abs(once["torch"]["sum"] - once["reshard"]["sum"]) < 1e-6
+        found.append(once)
+    print(f"dcp.load, saved by rows on {SAVED_RANKS} ranks, loaded by columns on 2:")
+    _shown(found, "torch")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--work", type=Path)
+    chosen = parser.parse_args()
+    layers = max(1, chosen.megabytes * 1_000_000 // BYTES_OF_A_LAYER)
+    with (
+        tempfile.TemporaryDirectory(dir=chosen.work) as place,
+        Worlds(import_paths=(ROOT / "bench",), timeout_s=900) as worlds,
+    ):
+        bench = Bench(worlds, Path(place), layers, chosen.stage, chosen.ranks)
+        size = sum(p.stat().st_size for p in bench.source.rglob("*") if p.is_file())
+        print(f"ZeRO-{chosen.stage}, {size / MIB:.0f} MiB, {SAVED_RANKS} ranks -> {chosen.ranks}:")
+        _shown([bench.once() for _ in range(chosen.rounds)], "our conversion, plain load")
+        _distributed(worlds, Path(place), layers * 3, chosen.rounds)
+
+
+if __name__ == "__main__":
+    main()
