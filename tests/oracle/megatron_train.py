@@ -54,6 +54,8 @@ class Run:
     ep: int = 1
     etp: int | None = None
     """Tensor-parallel ranks of experts; None for those of all else."""
+    instances: int = 1
+    """Instances of the distributed optimizer, which share the data-parallel ranks."""
     layers: int = 4
     vocab: int = 96
     """Tokens; the vocabulary is padded to a multiple of 8 * tp."""
@@ -112,6 +114,7 @@ class Training:
             virtual_pipeline_model_parallel_size=run.vpp,
             expert_model_parallel_size=run.ep,
             expert_tensor_parallel_size=run.expert_tensor if moe else None,
+            **({"num_distributed_optimizer_instances": run.instances} if run.instances > 1 else {}),
         )
         seed = SEED[resumed]
         random.seed(seed)
@@ -156,6 +159,7 @@ class Training:
             overlap_grad_reduce=run.bucket is not None,
             use_distributed_optimizer=not run.plain,
             bucket_size=run.bucket,
+            num_distributed_optimizer_instances=run.instances,
         )
         self.wrapped: list[Any] = wrapped
         self.ddp: list[Any] = [
@@ -366,7 +370,8 @@ class Training:
             decoder_last_pipeline_num_layers=None, account_for_embedding_in_pipeline_split=False,
             account_for_loss_in_pipeline_split=False, pipeline_model_parallel_layout=None,
             overlap_grad_reduce=run.bucket is not None, ddp_bucket_size=run.bucket, ddp_num_buckets=None,
-            ddp_pad_buckets_for_high_nccl_busbw=False, use_distributed_optimizer=not run.plain,
+            ddp_pad_buckets_for_high_nccl_busbw=False, num_distributed_optimizer_instances=run.instances,
+            use_distributed_optimizer=not run.plain,
             accumulate_allreduce_grads_in_fp32=True, bf16=run.dtype == "bf16", fp16=run.dtype == "fp16",
             loss_scale=None, initial_loss_scale=1024.0, loss_scale_window=1000, hysteresis=2, min_loss_scale=1.0,
             params_dtype=_TYPES[run.dtype], transformer_impl="local", rotary_base=10000, rotary_percent=1.0,

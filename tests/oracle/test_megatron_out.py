@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,17 +103,31 @@ CASES: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]]]] = {
 """Names of cases: the run, the form of its save, and the layouts that go on."""
 
 
-def test_experts_that_are_cut_over_other_ranks_go_on(tmp_path: Path, worlds: Worlds) -> None:
-    """`--expert-tensor-parallel-size`: tensor-parallel ranks hold whole experts, each other ones."""
-    case = MOE | {"tp": 2, "ep": 2, "etp": 1}
-    forms = ("torch", "dp_reshardable", "dp_zero_gather_scatter")
+@pytest.mark.parametrize(
+    ("case", "forms", "layouts"),
+    [
+        # `--expert-tensor-parallel-size`: tensor-parallel ranks hold whole experts, each other ones.
+        (
+            MOE | {"tp": 2, "ep": 2, "etp": 1},
+            ("torch", "dp_reshardable", "dp_zero_gather_scatter"),
+            [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}],
+        ),
+        # `--num-distributed-optimizer-instances`: each two of four data-parallel ranks share all states.
+        (LLAMA | {"dp": 4, "instances": 2}, ("dp_reshardable", "torch", "fully_reshardable"), [{"tp": 2}]),
+    ],
+    ids=["experts_cut_otherwise", "instances"],
+)
+def test_runs_whose_ranks_share_otherwise_go_on(
+    case: dict[str, Any], forms: Sequence[str], layouts: list[dict[str, Any]], tmp_path: Path, worlds: Worlds
+) -> None:
     begun = run(worlds, case, tmp_path / "begun", save=[[form, str(tmp_path / form)] for form in forms])
     assert all(reshard.diff(tmp_path / forms[0], tmp_path / form).equal for form in forms[1:])
-    for number, layout in enumerate([{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}]):
+    for number, layout in enumerate(layouts):
         target = tmp_path / f"to_{number}" / STEP
-        reshard.convert(tmp_path / forms[number], target, to="megatron", ep=2, progress=False)
-        now = MOE | layout
-        goes_on(worlds, begun, now, ["torch_dist", str(target.parent)], tmp_path / f"now_{number}", close=5e-5)
+        reshard.convert(tmp_path / forms[number], target, to="megatron", ep=layout.get("ep", 1), progress=False)
+        now = {"model": case["model"]} | layout
+        close = _close(case)
+        goes_on(worlds, begun, now, ["torch_dist", str(target.parent)], tmp_path / f"now_{number}", close=close)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -285,7 +285,8 @@ def _elements(fit: Fit, run: Run, by_rank: Mapping[tuple[int, int], Sequence[str
 
 def _units(common: CommonState, ranks: int | None) -> tuple[int, ...]:
     """The numbers of elements at whose multiples buckets may end."""
-    unit = lcm(ranks or 1, BUCKET_ALIGNMENT)
+    instances = common.number("num_distributed_optimizer_instances") or 1
+    unit = lcm(max((ranks or 1) // instances, 1), BUCKET_ALIGNMENT)
     wide = lcm(unit, _BUS_ALIGNMENT)
     said = common.args.get("ddp_pad_buckets_for_high_nccl_busbw")
     return (wide,) if said is True else (unit,) if said is False else (unit, wide)
