@@ -470,9 +470,9 @@ def _mounted_by_call(place: str, options: Sequence[str]) -> tuple[int, str | Non
     try:
         device = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise _no_fuse(
-            f"{_DEVICE}: {error.strerror}", "a container needs --device /dev/fuse and the right to open it"
-        ) from None
+        if error.errno in (errno.EPERM, errno.EACCES):
+            return None
+        raise _no_fuse(f"{_DEVICE}: {error.strerror}", "load it: modprobe fuse") from None
     data = ",".join([f"fd={device}", "rootmode=40000", f"user_id={os.getuid()}", f"group_id={os.getgid()}", *options])
     libc = ctypes.CDLL(None, use_errno=True)
     flags = _READ_ONLY | _NO_SUID | _NO_DEVICES
@@ -494,7 +494,8 @@ def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | N
     helper = next((name for name in _HELPERS if shutil.which(name)), None)
     if helper is None:
         raise _no_fuse(
-            "this process may not mount, and there is no fusermount3", "install the package fuse3, or mount as root"
+            "this process may not mount, and there is no fusermount3",
+            "install the package fuse3, or mount as root, in a container with --device /dev/fuse --cap-add SYS_ADMIN",
         )
     words = ",".join(["ro", "nosuid", "nodev", f"fsname={_TYPE}", f"subtype={_TYPE}", *options])
     ours, its = socket.socketpair()
@@ -509,7 +510,8 @@ def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | N
         its.close()
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     if ran.returncode != 0 or not descriptors:
-        raise _no_fuse(f"{helper}: {printable(ran.stderr.decode(errors='replace').strip())}")
+        said = ran.stderr.decode(errors="replace").strip().removeprefix(f"{helper}: ")
+        raise _no_fuse(f"{helper}: {printable(said)}", "do what it asks for, or mount as root")
     os.set_inheritable(descriptors[0], False)
     return descriptors[0], helper
 
