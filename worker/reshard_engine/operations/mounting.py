@@ -285,7 +285,6 @@ _HELPERS = ("fusermount3", "fusermount")
 _AHEAD_KB = 4 * _READ_BYTES >> 10
 _LOOK_S = 0.2
 _CLOSE_S = 5.0
-_INSTEAD = "write the files instead: reshard convert SRC DST; or read them from Python: reshard.open_layout(SRC, ...)"
 _GUARD = """\
 trap '' INT TERM HUP
 read -r _
@@ -321,8 +320,13 @@ def mount(
     place = os.path.realpath(directory)
     if not os.path.exists(_DEVICE):
         if not sys.platform.startswith("linux"):
-            raise _no_fuse(f"a mount needs FUSE of Linux, and this is {sys.platform}")
-        raise _no_fuse(f"there is no {_DEVICE}", "load it: modprobe fuse; a container needs --device /dev/fuse")
+            raise StorageError("storage.no_fuse", f"a mount needs FUSE of Linux, and this is {sys.platform}")
+        raise StorageError(
+            "storage.no_fuse",
+            f"there is no {_DEVICE}",
+            fix="load it: modprobe fuse (a container needs --device /dev/fuse); or without a mount: reshard convert "
+            "SRC DST, or reshard.open_layout(SRC, ...) in Python",
+        )
     made = _prepare(place)
     options = ["default_permissions", *(["allow_other"] if allow_other else [])]
     try:
@@ -375,7 +379,9 @@ class Mount:
             found = os.stat(self.directory)
         except OSError as error:
             self.close()
-            raise _no_fuse(f"{printable(self.directory)}: the kernel refused the mount: {error.strerror}") from None
+            raise StorageError(
+                "storage.no_fuse", f"{printable(self.directory)}: the kernel refused the mount: {error.strerror}"
+            ) from None
         device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}"
         # 128 KiB by default, which only root may raise: each request costs the same, however long it is.
         with suppress(OSError), open(f"/sys/class/bdi/{device}/read_ahead_kb", "w", encoding="ascii") as ahead:
@@ -407,10 +413,6 @@ class Mount:
         self.close()
 
 
-def _no_fuse(why: str, remedy: str = "") -> StorageError:
-    return StorageError("storage.no_fuse", why, fix=f"{remedy}; or {_INSTEAD}" if remedy else _INSTEAD)
-
-
 def _prepare(place: str) -> bool:
     """Make an empty directory to mount on; True if there was none.
 
@@ -440,11 +442,15 @@ def _prepare(place: str) -> bool:
             f"{printable(place)}: {error.strerror}",
             fix="name an empty directory, or a new one; a dead mount is removed by: umount -l DIR",
         ) from None
-    if entries:
+    if entries and _is_ours(place):
         raise RequestError(
             "request.target_exists",
-            f"{printable(place)} is {'mounted already' if _is_ours(place) else 'not empty'}",
-            fix=f"name an empty directory, or a new one{'; or unmount it: umount DIR' if _is_ours(place) else ''}",
+            f"{printable(place)} is mounted already",
+            fix="unmount it, if nobody reads from it: umount DIR; or name another directory",
+        )
+    if entries:
+        raise RequestError(
+            "request.target_exists", f"{printable(place)} is not empty", fix="name an empty directory, or a new one"
         )
     return False
 
@@ -472,7 +478,7 @@ def _mounted_by_call(place: str, options: Sequence[str]) -> tuple[int, str | Non
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EACCES):
             return None
-        raise _no_fuse(f"{_DEVICE}: {error.strerror}", "load it: modprobe fuse") from None
+        raise StorageError("storage.no_fuse", f"{_DEVICE}: {error.strerror}") from None
     data = ",".join([f"fd={device}", "rootmode=40000", f"user_id={os.getuid()}", f"group_id={os.getgid()}", *options])
     libc = ctypes.CDLL(None, use_errno=True)
     flags = _READ_ONLY | _NO_SUID | _NO_DEVICES
@@ -482,7 +488,7 @@ def _mounted_by_call(place: str, options: Sequence[str]) -> tuple[int, str | Non
     os.close(device)
     if number in (errno.EPERM, errno.EACCES):
         return None
-    raise _no_fuse(f"{printable(place)} cannot be mounted on: {os.strerror(number)}")
+    raise StorageError("storage.no_fuse", f"{printable(place)} cannot be mounted on: {os.strerror(number)}")
 
 
 def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | None]:
@@ -493,9 +499,11 @@ def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | N
     """
     helper = next((name for name in _HELPERS if shutil.which(name)), None)
     if helper is None:
-        raise _no_fuse(
+        raise StorageError(
+            "storage.no_fuse",
             "this process may not mount, and there is no fusermount3",
-            "install the package fuse3, or mount as root, in a container with --device /dev/fuse --cap-add SYS_ADMIN",
+            fix="install the package fuse3, or mount as root (a container needs --device /dev/fuse --cap-add "
+            "SYS_ADMIN); or without a mount: reshard convert SRC DST, or reshard.open_layout(SRC, ...) in Python",
         )
     words = ",".join(["ro", "nosuid", "nodev", f"fsname={_TYPE}", f"subtype={_TYPE}", *options])
     ours, its = socket.socketpair()
@@ -511,7 +519,12 @@ def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | N
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     if ran.returncode != 0 or not descriptors:
         said = ran.stderr.decode(errors="replace").strip().removeprefix(f"{helper}: ")
-        raise _no_fuse(f"{helper}: {printable(said)}", "do what it asks for, or mount as root")
+        raise StorageError(
+            "storage.no_fuse",
+            f"{helper}: {printable(said)}",
+            fix="do what it asks for, or mount as root; or without a mount: reshard convert SRC DST, or "
+            "reshard.open_layout(SRC, ...) in Python",
+        )
     os.set_inheritable(descriptors[0], False)
     return descriptors[0], helper
 
