@@ -74,8 +74,11 @@ def test_each_operation_needs_its_scope_and_no_other(api: Api) -> None:
             (scope,) = operation["security"][0]["HTTPBearer"]
             place = re.sub(r"\{\w+\}", "nothing", path)
             refused = api.ask(verb.upper(), place, without[scope], json=api.body())
-            assert (refused.status_code, refused.json()["code"]) == (403, "request.forbidden"), (verb, path)
-            assert refused.json()["details"] == {"scope": scope}
+            assert refused.status_code == 403, (verb, path)
+            # An answer to HEAD has no body.
+            if verb != "head":
+                assert refused.json()["code"] == "request.forbidden", (verb, path)
+                assert refused.json()["details"] == {"scope": scope}
             let_in = api.ask(verb.upper(), place, alone[scope], json=api.body())
             assert let_in.status_code not in (401, 403), (verb, path, let_in.text)
             asked += 1
