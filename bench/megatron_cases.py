@@ -80,7 +80,7 @@ def megatron_cases(root: Path, megabytes: int, *, parameters: int = 5_000) -> It
     models = (
         _Model(f"Megatron-core, Llama, tensor-parallel 2, {size}", _dense(megabytes), "fully_reshardable", 1, 1),
         _Model(f"Megatron-core, directories of 2 ranks, {size}", _dense(megabytes), "torch", 2, 1),
-        _Model(f"Megatron-core, experts, {4 * parameters} tensors", _experts(parameters), "fully_reshardable", 1, 4),
+        _Model(f"Megatron-core, experts, {4 * parameters} tensors", _experts(parameters), "fully_reshardable", 1, 2),
     )
     for model in models:
         source = root / "source" / model.name
