@@ -29,6 +29,7 @@ megatron_is_needed = pytest.mark.skipif(
 )
 pytestmark = megatron_is_needed
 TIMEOUT_S = 240
+ENDS = ("embedding", "loss")
 STEP = "iter_0000003"
 
 
@@ -114,8 +115,19 @@ CASES: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]]]] = {
         ),
         # `--num-distributed-optimizer-instances`: each two of four data-parallel ranks share all states.
         (LLAMA | {"dp": 4, "instances": 2}, ("dp_reshardable", "torch", "fully_reshardable"), [{"tp": 2}]),
+        # Stages with other counts of layers, and such that count the embedding and the loss as layers.
+        (
+            LLAMA | {"layers": 5, "pp": 2, "more": {"num_layers_in_first_pipeline_stage": 2}},
+            ("torch", "dp_reshardable"),
+            [{"layers": 5}],
+        ),
+        (
+            GPT | {"layers": 6, "pp": 2, "vpp": 2, "more": {f"account_for_{e}_in_pipeline_split": True for e in ENDS}},
+            ("dp_reshardable", "torch"),
+            [{"layers": 6}],
+        ),
     ],
-    ids=["experts_cut_otherwise", "instances"],
+    ids=["experts_cut_otherwise", "instances", "uneven_stages", "stages_with_ends"],
 )
 def test_runs_whose_ranks_share_otherwise_go_on(
     case: dict[str, Any], forms: Sequence[str], layouts: list[dict[str, Any]], tmp_path: Path, worlds: Worlds
