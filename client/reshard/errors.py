@@ -217,7 +217,8 @@ _DEFAULT_FIXES: Mapping[str, str] = {
     "storage.conflict": "wait until the other conversion has ended, then run the same command again",
     "storage.protocol": "run the same command again; if it fails again, report the name and version of the store",
     "storage.no_space": "free space there, or have the quota raised, then run the same command again: it resumes",
-    "storage.no_fuse": "without a mount: reshard convert SRC DST, or reshard.open_layout(SRC, ...) in Python",
+    "storage.no_fuse": "without a mount, `reshard convert` writes the files with the same options, and "
+    "reshard.open_layout reads them in Python",
     "integrity": "run the same command again with --overwrite; if it fails again, please report it",
     "job": "reshard jobs list",
     "job.lost": "the service tries the job again, as often as it may; to see it: reshard jobs list",

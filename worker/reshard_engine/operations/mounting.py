@@ -324,8 +324,8 @@ def mount(
         raise StorageError(
             "storage.no_fuse",
             f"there is no {_DEVICE}",
-            fix="load it: modprobe fuse (a container needs --device /dev/fuse); or without a mount: reshard convert "
-            "SRC DST, or reshard.open_layout(SRC, ...) in Python",
+            fix="load it: modprobe fuse; a container needs this device; without a mount, `reshard convert` writes the "
+            "files with the same options, and reshard.open_layout reads them in Python",
         )
     made = _prepare(place)
     options = ["default_permissions", *(["allow_other"] if allow_other else [])]
@@ -502,8 +502,9 @@ def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | N
         raise StorageError(
             "storage.no_fuse",
             "this process may not mount, and there is no fusermount3",
-            fix="install the package fuse3, or mount as root (a container needs --device /dev/fuse --cap-add "
-            "SYS_ADMIN); or without a mount: reshard convert SRC DST, or reshard.open_layout(SRC, ...) in Python",
+            fix="install the package fuse3, or mount as root, in a container with the capability SYS_ADMIN; without "
+            "a mount, `reshard convert` writes the files with the same options, and reshard.open_layout reads them in "
+            "Python",
         )
     words = ",".join(["ro", "nosuid", "nodev", f"fsname={_TYPE}", f"subtype={_TYPE}", *options])
     ours, its = socket.socketpair()
@@ -522,8 +523,8 @@ def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | N
         raise StorageError(
             "storage.no_fuse",
             f"{helper}: {printable(said)}",
-            fix="do what it asks for, or mount as root; or without a mount: reshard convert SRC DST, or "
-            "reshard.open_layout(SRC, ...) in Python",
+            fix="do what it asks for, or mount as root; without a mount, `reshard convert` writes the files with the "
+            "same options, and reshard.open_layout reads them in Python",
         )
     os.set_inheritable(descriptors[0], False)
     return descriptors[0], helper
