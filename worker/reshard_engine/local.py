@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
@@ -130,7 +130,8 @@ class LocalEngine:
         """Show the files of a layout below a directory, by FUSE."""
         from reshard_engine.operations.mounting import mount
 
-        return mount(layout, directory, allow_other=allow_other, on_error=on_error)
+        # Layouts are those that `open_layout` of this engine made.
+        return mount(cast("Any", layout), directory, allow_other=allow_other, on_error=on_error)
 
     def convert(
         self,
