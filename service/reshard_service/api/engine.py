@@ -380,6 +380,10 @@ def _multipart(ranges: list[tuple[int, int]], size_bytes: int, boundary: str) ->
     yield f"\r\n--{boundary}--\r\n".encode()
 
 
+class _CutError(Exception):
+    """The reason why a response ends before its end. Nobody but the log can be told."""
+
+
 class _FileResponse(Response):
     """Ranges of a file, sent as fast as the client takes them.
 
@@ -409,7 +413,7 @@ class _FileResponse(Response):
 
     async def _send(self, send: Send) -> None:
         self._looked_at = asyncio.get_running_loop().time()
-        begun = False
+        begun, why = False, ""
         try:
             async with aclosing(self._pieces()) as pieces:
                 async for piece in pieces:
@@ -420,8 +424,12 @@ class _FileResponse(Response):
         except ReshardError as error:
             if not begun:
                 raise
+            why = f"{error.code}: {error.message}"
+        except _CutError as error:
+            why = str(error)
+        if why:
             # The server closes the connection of a response that does not end.
-            logger.warning("a response with %s was cut: %s: %s", printable(self._path), error.code, error.message)
+            logger.warning("a response with %s was cut: %s", printable(self._path), why)
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -442,29 +450,29 @@ class _FileResponse(Response):
                 while data := await stream.read():
                     yield data
                 if stream.left:
-                    raise JobError("internal.error", f"the engine ended {stream.left} bytes early")
+                    raise _CutError(f"the engine ended {stream.left} bytes early")
         yield held
 
     async def _pass_on(self, send: Send, data: bytes) -> None:
         """Send bytes when the client has taken those before.
 
         Raises:
-            ReshardError: It takes none, or may have no more.
+            _CutError: It takes none, or may have no more.
         """
         settings, now = self._context.settings, asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(settings.layout_stall_s):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except TimeoutError:
-            raise RequestError("request.invalid", "the client takes no bytes any more") from None
+            raise _CutError("the client takes no bytes any more") from None
         if now - self._looked_at < settings.recheck_s:
             return
         self._looked_at = now
         if not await self._context.identity.still_valid(self._caller):
-            raise RequestError("request.unauthorized", "the token was revoked, or has expired")
+            raise _CutError("the token was revoked, or has expired")
         store = self._context.layouts_of(self._caller)
         if not await run_in_threadpool(store.renew, self._layout.id):
-            raise RequestError("request.gone", "the layout was removed")
+            raise _CutError("the layout was removed")
 
 
 async def _until_gone(receive: Receive) -> None:
