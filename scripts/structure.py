@@ -146,18 +146,18 @@ AT_MOST = {
     # their names (`megatron.huggingface`).
     # Three for what Megatron-core loads: entries, the parts of ranks, and the files of these.
     # One for runs of Megatron-DeepSpeed that go on there (`megatron.across`).
-    # Three for targets that are never written (`operations.virtual`), for programs that load them
-    # (`operations.loading`), and for their mounts (`operations.mounting`).
-    # Two for those that a service serves: their records (`reshard_jobs.layouts`), and the revision of their tables.
+    # Five for targets that are never written: a package with their files (`operations.virtual.checkpoint`), programs
+    # that load them, and their mounts; the records of those that a service serves (`reshard_jobs.layouts`), and the
+    # revision of their tables.
     "modules": 273,
-    # 25, and two of these: the parts of ranks, and shifted states.
-    "modules with one importer, in the same package": 27,
+    # 25, and one more: the parts of ranks.
+    "modules with one importer, in the same package": 26,
     "files in the largest folder": 15,
     "lines of the longest module": 900,
     "modules of dcp's reader and metadata": 12,
     "modules outside reshard.cli that import it": 0,
     "modules of the client in circles": 0,
-    "imports inside functions": 63,
+    "imports inside functions": 64,
 }
 AT_LEAST = {"median lines of a module": 180}
 

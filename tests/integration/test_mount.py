@@ -25,7 +25,7 @@ from house.promises import command
 from house.repository import ROOT, real_checkpoint
 from house.waiting import wait_until
 from reshard.errors import RequestError, ReshardError, StorageError
-from reshard_engine.operations import mounting
+from reshard_engine.operations.virtual import mounting
 
 DATA = ROOT / "tests" / "data"
 ZERO = ("--to", "zero", "--dp", "3")

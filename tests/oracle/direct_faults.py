@@ -14,8 +14,8 @@ import reshard.deepspeed
 from oracle.cases import Case
 from oracle.train import RESUME_SEED, build_engine, dump_states, start_world
 from reshard.errors import RequestError, ReshardError, StorageError
-from reshard_engine.operations import loading
-from reshard_engine.operations.virtual import VirtualCheckpoint
+from reshard_engine.operations.virtual import loading
+from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.protocol import ObjectInfo
 

@@ -17,7 +17,7 @@ import reshard
 from house.expected import raised
 from house.repository import ROOT
 from reshard.errors import RequestError, StorageError
-from reshard_engine.operations import virtual
+from reshard_engine.operations.virtual import checkpoint as virtual
 
 DATA = ROOT / "tests" / "data"
 SHARED = ROOT.parent / "shared" / "checkpoints"

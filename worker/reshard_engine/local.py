@@ -40,7 +40,7 @@ from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import ObjectStore
 
 if TYPE_CHECKING:
-    from reshard_engine.operations.virtual import VirtualCheckpoint
+    from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 
 
 @contextmanager
@@ -115,7 +115,7 @@ class LocalEngine:
 
     def open_layout(self, request: ConvertRequest, *, exact_crcs: bool, compare: bool) -> VirtualCheckpoint:
         """Lay out the target that `convert` would write, and serve its files from the source."""
-        from reshard_engine.operations.virtual import VirtualCheckpoint
+        from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 
         return VirtualCheckpoint.prepare(request, exact_crcs=exact_crcs, compare=compare)
 
@@ -128,7 +128,7 @@ class LocalEngine:
         on_error: Callable[[ReshardError], None],
     ) -> Mount:
         """Show the files of a layout below a directory, by FUSE."""
-        from reshard_engine.operations.mounting import mount
+        from reshard_engine.operations.virtual.mounting import mount
 
         # Layouts are those that `open_layout` of this engine made.
         return mount(cast("Any", layout), directory, allow_other=allow_other, on_error=on_error)
@@ -219,7 +219,7 @@ class LocalEngine:
     def loading(self) -> Loading:
         """Return what loads virtual checkpoints with frameworks."""
         with _torch_wanted():
-            from reshard_engine.operations import loading
+            from reshard_engine.operations.virtual import loading
         return loading
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:

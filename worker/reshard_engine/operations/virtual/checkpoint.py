@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]  # it has none
@@ -45,9 +45,6 @@ from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, save_directory
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 
 def _outside(path: str, offset: int, length: int) -> StorageError:
@@ -538,7 +535,7 @@ class _VirtualFile(io.RawIOBase):
         self._at = base + offset
         return self._at
 
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
+    def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._size_bytes - self._at))
         if count:

@@ -47,7 +47,7 @@ from reshard.models.jobs import ConvertRequest
 from reshard_engine.execute.gather import ReadItem as Elements, TensorReader
 from reshard_engine.formats.dcp_files.metadata.model import METADATA_FILE
 from reshard_engine.formats.dcp_files.metadata.parse import parse_metadata
-from reshard_engine.operations.virtual import VirtualCheckpoint
+from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.storage.urls import is_within
 from reshard_engine.tensors.dtypes import Dtype

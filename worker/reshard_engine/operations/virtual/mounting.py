@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from reshard.errors import JobError, RequestError, ReshardError, StorageError, printable
-from reshard_engine.operations.virtual import VirtualCheckpoint
+from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 
 # The tree of files.
 
