@@ -93,7 +93,7 @@ def _shown(rounds: list[dict[str, dict[str, Any]]], over: str) -> None:
         last = rounds[-1][way]
         print(
             f"  {way:34} {seconds:7.2f} s  {seconds / base:5.2f} of {over!r}  "
-            f"read {last['read'] / MIB:7.0f} MiB  peak of a rank {last['peak'] / MIB:6.0f} MiB",
+            f"read {last['read'] / MIB:7.0f} MiB  memory of a rank +{last['peak'] / MIB:5.0f} MiB",
             flush=True,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -51,20 +50,28 @@ def _read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def _memory_bytes(what: str) -> int:
+    """The memory of this process: now (`VmRSS`), or the most since `_forget_peak` (`VmHWM`)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
+
+
+def _forget_peak() -> int:
+    """Begin a new peak; returns the memory of this process now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory_bytes("VmRSS")
 
 
 def load(layers: int, stage: int, folder: str, way: str) -> dict[str, Any]:
     """Load by `plain`, `universal` or `direct`.
 
     Returns:
-        ``seconds`` from the call until all ranks have a loaded engine, ``read`` and ``peak`` bytes of this rank, and
-        ``sum``, which is the same for equal masters.
+        ``seconds`` from the call until all ranks have a loaded engine, ``read`` bytes of this rank, the ``peak``
+        of its memory above what it had before, and ``sum``, which is the same for equal masters.
     """
     start_world()
     engine = _engine(layers, stage, universal=way == "universal")
-    before = _read_bytes()
+    before, held = _read_bytes(), _forget_peak()
     dist.barrier()
     begun = time.perf_counter()
     if way == "direct":
@@ -72,7 +79,7 @@ def load(layers: int, stage: int, folder: str, way: str) -> dict[str, Any]:
     else:
         engine.load_checkpoint(folder)
     dist.barrier()
-    seconds = time.perf_counter() - begun
+    seconds, peak = time.perf_counter() - begun, _memory_bytes("VmHWM") - held
     flat = (
         engine.optimizer.fp32_partitioned_groups_flat
         if stage == 3
@@ -80,7 +87,7 @@ def load(layers: int, stage: int, folder: str, way: str) -> dict[str, Any]:
     )
     total = torch.stack([f.detach().double().sum() for f in flat]).sum()
     dist.all_reduce(total)
-    return {"seconds": seconds, "read": _read_bytes() - before, "peak": _peak_bytes(), "sum": float(total)}
+    return {"seconds": seconds, "read": _read_bytes() - before, "peak": peak, "sum": float(total)}
 
 
 def _sharded(layers: int, dim: int) -> dict[str, Any]:
@@ -101,13 +108,13 @@ def load_distributed(layers: int, folder: str, way: str) -> dict[str, Any]:
     wanted = _sharded(layers, 1)
     for tensor in wanted.values():
         tensor.zero_()
-    before = _read_bytes()
+    before, held = _read_bytes(), _forget_peak()
     dist.barrier()
     begun = time.perf_counter()
     reader = dcp.FileSystemReader(folder) if way == "torch" else reshard.dcp.Reader(folder)
     dcp.load(wanted, storage_reader=reader)
     dist.barrier()
-    seconds = time.perf_counter() - begun
+    seconds, peak = time.perf_counter() - begun, _memory_bytes("VmHWM") - held
     total = torch.stack([t.to_local().double().sum() for t in wanted.values()]).sum()
     dist.all_reduce(total)
-    return {"seconds": seconds, "read": _read_bytes() - before, "peak": _peak_bytes(), "sum": float(total)}
+    return {"seconds": seconds, "read": _read_bytes() - before, "peak": peak, "sum": float(total)}
