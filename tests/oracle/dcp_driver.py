@@ -122,7 +122,8 @@ class FsdpOracle:
     ) -> Resumed:
         """Resumes one checkpoint by the framework's own way, on ``run.mesh``.
 
-        With ``direct``, DeepSpeed loads by `reshard.deepspeed.load_checkpoint` with these options.
+        With ``direct``, DeepSpeed loads by `reshard.deepspeed.load_checkpoint` with these options, and Accelerate by
+        `reshard.direct`.
 
         Raises:
             WorldError: it refused; the traceback is in it.
@@ -130,6 +131,7 @@ class FsdpOracle:
         shared: dict[str, Any] = {"world": run.mesh.world}
         match framework:
             case "accelerate":
+                shared |= {} if direct is None else {"direct": direct}
                 got = self._run("dcp_load:accelerate", run=run.to_json(), path=str(path), out=str(out), **shared)
             case "titan":
                 base = str(path.parent.parent)

@@ -6,11 +6,13 @@ Each leaves ``resumed.safetensors`` and ``resumed.json`` right after loading, an
 from __future__ import annotations
 
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+import reshard
 from oracle.dcp_accelerate import join_as_accelerate, start as start_accelerate
 from oracle.dcp_cases import FsdpRun
 from oracle.dcp_grammars import load
@@ -55,9 +57,10 @@ def torch_only(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def accelerate(run: dict[str, Any], path: str, out: str) -> dict[str, Any]:
-    """Resumes by ``Accelerator.load_state(path)``."""
+def accelerate(run: dict[str, Any], path: str, out: str, direct: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Resumes by ``Accelerator.load_state(path)``; with ``direct``, by ``reshard.direct`` with these options."""
     join_as_accelerate()
     accelerator, running = start_accelerate(FsdpRun.of(run), seed=RESUME_SEED)
-    accelerator.load_state(path)
+    with nullcontext(path) if direct is None else reshard.direct(path, **direct) as place:
+        accelerator.load_state(place)
     return {"losses": _go_on(running, out)}

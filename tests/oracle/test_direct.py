@@ -158,6 +158,16 @@ def test_a_run_of_fsdp_goes_on_under_deepspeed(
     assert_goes_on(source, resumed)
 
 
+def test_accelerate_takes_a_run_of_deepspeed_into_fsdp(saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    run = RUNS["fsdp2"]
+    source = saved(zero_run(2, run, 4), "zero")
+    before = _files(source.path())
+    options = {"to": "dcp", "framework": "accelerate"}
+    again = fsdp.resume("accelerate", run.on(Mesh(3)), source.path(), tmp_path / "out", direct=options)
+    assert_goes_on(source, again)
+    assert _files(source.path()) == before
+
+
 @pytest.mark.parametrize("stage", rest_full((1, 2, 3), 3))
 def test_the_trainer_resumes_without_a_conversion(stage: int, worlds: Worlds, tmp_path: Path) -> None:
     through = tmp_path / "through"

@@ -186,7 +186,7 @@ def _of_type(kind: str) -> dict[str, Any]:
     return common
 
 
-def test_an_optimizer_in_vectors_that_prove_nothing_is_refused_and_the_weights_are_left(tmp_path: Path) -> None:
+def test_an_optimizer_in_vectors_without_its_object_is_refused(tmp_path: Path) -> None:
     source = _with_bytes(saved(tmp_path), "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1")
     for target in ({"to": "dcp"}, {"to": "zero", "zero_stage": 1, "dp": 2}):
         error = refused(source, tmp_path, **target)
