@@ -90,7 +90,7 @@ def _tensor_parallel(source: Path, parameters: list[tuple[str, tuple[int, ...]]]
         write_tensor_parallel_checkpoint(source, parameters, tp=4, ranks=2)
 
 
-def convert_command(source: Path, target: Path, *options: str) -> list[str]:
+def convert_command(source: Path | str, target: Path, *options: str) -> list[str]:
     """Our command."""
     return [*RESHARD, "convert", str(source), str(target), *options, "-q"]
 

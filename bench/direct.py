@@ -1,30 +1,39 @@
 """Time to a loaded engine on fewer ranks: by a conversion, by DeepSpeed's universal checkpoint, and directly.
 
-    python bench/direct.py [--megabytes 1000] [--stage 2] [--ranks 3] [--rounds 3] [--work DIR]
+    python bench/direct.py [--megabytes 1000] [--stage 2] [--ranks 3] [--rounds 3] [--work DIR] [--store]
 
 A run of DeepSpeed on four ranks goes on with fewer. Each round times, from the call to an engine that all ranks have
 loaded: `ds_to_universal` and a universal load; our conversion and a plain load; our direct load; and, to compare, the
 plain load of files that fit already. Then torch loads matrices by columns that were saved by rows, through its own
 reader and through ours. Sums of what was loaded say that all ways give the same. Files are in the page cache.
+
+With `--store`, the source lies in an S3 server behind a proxy: each call waits 50 ms, and all of them share 200 MB/s.
+The conversion writes a local directory. DeepSpeed's own ways need the source on the disk first, and are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import boto3
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
 
 from cases import convert_command, environment  # noqa: E402 - beside this file
+from seaweed import seaweed  # noqa: E402
+from slow_store import slow_stores  # noqa: E402
 
 from oracle.launcher import Worlds  # noqa: E402
 
@@ -46,13 +55,15 @@ class Bench:
     def __init__(self, worlds: Worlds, work: Path, layers: int, stage: int, ranks: int) -> None:
         self.worlds, self.work, self.layers, self.stage, self.ranks = worlds, work, layers, stage, ranks
         self.source = work / "source"
+        self.place = str(self.source)
+        """The source, as our own ways are told it."""
         self.run("save", SAVED_RANKS, layers=layers, stage=stage, folder=str(self.source))
 
     def run(self, function: str, world: int, **arguments: Any) -> list[Any]:
         """The results of a function of `direct_ranks` by rank."""
         return self.worlds.run(f"direct_ranks:{function}", world=world, timeout_s=900, **arguments)
 
-    def load(self, way: str, folder: Path, before: float = 0.0) -> dict[str, Any]:
+    def load(self, way: str, folder: Path | str, before: float = 0.0) -> dict[str, Any]:
         """Load, after a conversion that took `before` seconds."""
         results = self.run("load", self.ranks, layers=self.layers, stage=self.stage, folder=str(folder), way=way)
         sums = {r["sum"] for r in results}
@@ -69,16 +80,18 @@ class Bench:
         universal, converted = self.work / "universal", self.work / "converted"
         for place in (universal, converted):
             shutil.rmtree(place, ignore_errors=True)
-        script = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-        script += ["--input_folder", str(self.source / "step1"), "--output_folder", str(universal / "step1")]
-        peer = _timed(script)
-        (universal / "latest_universal").write_text("step1")
+        found: dict[str, dict[str, Any]] = {}
+        if self.place == str(self.source):
+            script = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+            script += ["--input_folder", str(self.source / "step1"), "--output_folder", str(universal / "step1")]
+            peer = _timed(script)
+            (universal / "latest_universal").write_text("step1")
+            found["ds_to_universal, universal load"] = self.load("universal", universal, peer)
         options = ("--to", "zero", "--dp", str(self.ranks))
-        ours = _timed(convert_command(self.source, converted / "step1", *options))
-        found = {
-            "ds_to_universal, universal load": self.load("universal", universal, peer),
+        ours = _timed(convert_command(self.place, converted / "step1", *options))
+        found |= {
             "our conversion, plain load": self.load("plain", converted, ours),
-            "direct": self.load("direct", self.source),
+            "direct": self.load("direct", self.place),
             "plain load of files that fit": self.load("plain", converted),
         }
         wanted = {round(one["sum"], 3) for one in found.values()}
@@ -128,17 +141,39 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path)
+    parser.add_argument("--store", action="store_true", help="the source is in a slow store")
     chosen = parser.parse_args()
     layers = max(1, chosen.megabytes * 1_000_000 // BYTES_OF_A_LAYER)
-    with (
-        tempfile.TemporaryDirectory(dir=chosen.work) as place,
-        Worlds(import_paths=(ROOT / "bench",), timeout_s=900) as worlds,
-    ):
-        bench = Bench(worlds, Path(place), layers, chosen.stage, chosen.ranks)
+    with tempfile.TemporaryDirectory(dir=chosen.work) as name, ExitStack() as stack:
+        work = Path(name)
+        upstream = stack.enter_context(seaweed(work)) if chosen.store else {}
+        if upstream:
+            (slow,) = stack.enter_context(slow_stores(upstream["AWS_ENDPOINT_URL"], 1, delay_s=0.05, bytes_per_s=200e6))
+            os.environ.update(upstream | {"AWS_ENDPOINT_URL": slow.endpoint})
+        worlds = stack.enter_context(Worlds(import_paths=(ROOT / "bench",), timeout_s=900))
+        bench = Bench(worlds, work, layers, chosen.stage, chosen.ranks)
+        if upstream:
+            bench.place = _uploaded(bench.source, upstream)
         size = sum(p.stat().st_size for p in bench.source.rglob("*") if p.is_file())
-        print(f"ZeRO-{chosen.stage}, {size / MIB:.0f} MiB, {SAVED_RANKS} ranks -> {chosen.ranks}:")
+        where = "in a store" if upstream else "on the disk"
+        print(f"ZeRO-{chosen.stage}, {size / MIB:.0f} MiB {where}, {SAVED_RANKS} ranks -> {chosen.ranks}:")
         _shown([bench.once() for _ in range(chosen.rounds)], "our conversion, plain load")
-        _distributed(worlds, Path(place), layers * 3, chosen.rounds)
+        if not upstream:
+            _distributed(worlds, work, layers * 3, chosen.rounds)
+
+
+def _uploaded(source: Path, settings: Mapping[str, str]) -> str:
+    client = boto3.client(
+        "s3",
+        endpoint_url=settings["AWS_ENDPOINT_URL"],
+        aws_access_key_id=settings["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=settings["AWS_SECRET_ACCESS_KEY"],
+        region_name=settings["AWS_REGION"],
+    )
+    client.create_bucket(Bucket="bench")
+    for path in (p for p in source.rglob("*") if p.is_file()):
+        client.upload_file(str(path), "bench", f"run/{path.relative_to(source)}")
+    return "s3://bench/run"
 
 
 if __name__ == "__main__":

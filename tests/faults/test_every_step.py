@@ -123,7 +123,7 @@ def _at(operation: Operation, trial: tuple[str, list[str]]) -> tuple[str, str, l
         (memory_trials.fresh_case, RANKS),
         (memory_trials.from_ranks_case, TargetFormat.SAFETENSORS),
         pytest.param(memory_trials.from_ranks_case, RANKS, marks=pytest.mark.full),
-        (memory_trials.overwrite_case, EVERY_LAYOUT),
+        pytest.param(memory_trials.overwrite_case, EVERY_LAYOUT, marks=pytest.mark.full),  # 90 s
         (memory_trials.fresh_case, ONE_LAYOUT),
         (memory_trials.from_megatron_case, TargetFormat.SAFETENSORS),
         pytest.param(memory_trials.from_megatron_case, STATE_DICT, marks=pytest.mark.full),

@@ -63,7 +63,7 @@ SHARES: Mapping[str, int] = {
     "integration": 8,
     "integrity": 4,
     "laws": 8,
-    "memory": 4,
+    "memory": 8,
     "oracle": 8,
     "packaging": 2,
     "packaging/test_tutorial.py": 8,

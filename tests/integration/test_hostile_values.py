@@ -237,7 +237,7 @@ def test_no_value_at_any_place_is_our_fault(api: TestClient) -> None:
         if method == "PUT" and answer.status_code == 202:
             # The event stream of a job that waits would not end.
             api.post(f"{path}/cancel")
-        if answer.status_code >= 400:
+        if answer.status_code >= 400 and method != "HEAD":  # whose answers have no body
             assert answer.json()["code"] in {
                 "request.invalid",
                 "request.not_found",

@@ -213,8 +213,6 @@ def possible_shifts(
         LayoutError: The arguments do not say the layout.
     """
     run = Run.of(common)
-    if run.data_ranks is None:
-        raise LayoutError("the arguments of the run do not say its data-parallel ranks")
     fit = Fit(run, weights, {}, {}, in_order)
     if (run.bucket_sizes(0, 0, 1) == (None,) and not fit.tied) or _have_no_padding(fit, run):
         return None
