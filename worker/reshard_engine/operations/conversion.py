@@ -7,12 +7,11 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from reshard.choices import RECORDS, OverflowPolicy, ServerCopyPolicy, VerifyLevel
-from reshard.errors import IntegrityError, JobError, RequestError, StorageError, counted, printable
+from reshard.errors import IntegrityError, JobError, RequestError, SourceError, StorageError, counted, printable
 from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Progress
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.distributed.segments import FormerWork
@@ -42,6 +41,7 @@ from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.spans import begin_span
+from reshard_engine.storage.local import translated
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import join, parent_and_name, save_directory
 from reshard_engine.storage.urls import is_within, refuse_writing_outside, scheme_of
@@ -133,8 +133,12 @@ def _names_in(save: Location, name: str) -> list[str]:
 
 
 def _is_working_directory(url: str) -> bool:
-    with suppress(FileNotFoundError, NotADirectoryError):
-        return os.path.samefile(url, os.curdir)
+    try:
+        with translated(url):
+            return os.path.samefile(url, os.curdir)
+    except SourceError as error:
+        if error.code != "source.not_found":
+            raise
     return False
 
 
