@@ -277,7 +277,7 @@ _Value = TypeVar("_Value")
 
 
 def together(do: Callable[[], _Value]) -> _Value:
-    """What a step gives on this process, when it has succeeded on all processes of the run.
+    """Run a step, and return its value on this process when it has succeeded on all processes of the run.
 
     Raises:
         ReshardError: The error of this process, or else that of the first process that has one.
@@ -301,8 +301,15 @@ def together(do: Callable[[], _Value]) -> _Value:
     return value  # type: ignore[return-value]
 
 
+def _is_run() -> bool:
+    """True if this process is one of several that torch has joined."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _gathered(value: _Value) -> list[_Value]:
     """The values of all processes of the run, by rank."""
+    if not _is_run():
+        return [value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)  # pyright: ignore[reportUnknownMemberType]
     return found
@@ -311,8 +318,6 @@ def _gathered(value: _Value) -> list[_Value]:
 def _told(error: BaseException | None) -> Sequence[ReshardError | str | None]:
     """The errors of all processes, by rank."""
     told = error if error is None or isinstance(error, ReshardError) else printable(f"{type(error).__name__}: {error}")
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [told]
     try:
         return _gathered(told)
     except RuntimeError as lost:
@@ -475,7 +480,7 @@ def load_into_deepspeed(
         try:
             engine.checkpoint_engine = StubEngine(own, made)
             tag = os.path.basename(made.directory)
-            return _load_all(lambda: engine.load_checkpoint(place, tag, **arguments), made)
+            return _load_all(lambda: engine.load_checkpoint(place, tag, **arguments), [made])
         finally:
             engine.checkpoint_engine = own
             made.layout.close()
@@ -511,11 +516,14 @@ def _rank() -> int:
     return int(told) if told.isdecimal() else 0
 
 
-def _load_all(load: Callable[[], _Value], made: StubDirectory) -> _Value:
+def _load_all(load: Callable[[], _Value], made: Sequence[StubDirectory]) -> _Value:
     """Load stubs on all processes of a run; zeros stand for what one of them could not read, and then all raise."""
-    with made.keeping_errors():
+    with ExitStack() as kept:
+        for one in made:
+            kept.enter_context(one.keeping_errors())
         result = together(load)
-    together(made.prove)
+    for one in made:
+        together(one.prove)
     return result
 
 
@@ -578,15 +586,8 @@ def _agreeing(made: Sequence[StubDirectory]) -> Generator[None]:
     @wraps(load)
     def load_checkpoint(self: Any, load_dir: str, *arguments: Any, **more: Any) -> Any:
         inside = [one for one in made if one.lies_in(load_dir)]
-        if not inside:
-            return load(self, load_dir, *arguments, **more)
-        with ExitStack() as kept:
-            for one in inside:
-                kept.enter_context(one.keeping_errors())
-            result = together(lambda: load(self, load_dir, *arguments, **more))
-        for one in inside:
-            together(one.prove)
-        return result
+        call = partial(load, self, load_dir, *arguments, **more)
+        return _load_all(call, inside) if inside else call()
 
     with _set(engine, "load_checkpoint", load_checkpoint):
         yield
@@ -608,8 +609,6 @@ def _same_source(layout: VirtualCheckpoint) -> None:
     Raises:
         SourceError: `source.changed`.
     """
-    if not dist.is_initialized():
-        return
     digests = set(_gathered(layout.plan.content_digest))
     if len(digests) > 1:
         raise SourceError(
