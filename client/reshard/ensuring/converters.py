@@ -170,18 +170,14 @@ class LocalConverter:
             load_engine().convert(request, work=work, should_stop=lambda: self._deadline.passed() or ended())
 
 
-class DirectLoader:
+class DirectLoader(LocalConverter):
     """Converts nothing: its targets are directories of stubs, whose contents this process loads from the source."""
 
     def __init__(self, *, compare: bool) -> None:
         """Begin without targets. `compare`: compare what must agree in each source first, as conversions do."""
+        super().__init__(Deadline(None), None)
         self._compare = compare
         self._stubs: list[Any] = []
-
-    def inspect(self, source: SourceSpec) -> Inspection:
-        """Describe the checkpoint from its metadata."""
-        with _fixes_for_ensure(source, {}):
-            return load_engine().inspect(source)
 
     def convert(
         self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None
