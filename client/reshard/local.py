@@ -149,7 +149,7 @@ class VirtualCheckpoint(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a conversion would warn of."""
+        """The warnings that a conversion would give."""
         ...
 
     @property

@@ -154,7 +154,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     """
     name = None if tag is None else str(tag)
     wanted = _wanted(
-        src, name, to, {**given, **({} if framework is None else {"framework": framework})},
+        src, name, to, framework, given,
         {
             "dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "dtype": dtype, "rules": rules,
             "family": family, "megatron_args": megatron_args, "opaque": opaque,
@@ -231,7 +231,7 @@ def direct(  # noqa: PLR0913 - the options of the one call are its parameters
     """
     name = None if tag is None else str(tag)
     wanted = _wanted(
-        src, name, to, {**given, **({} if framework is None else {"framework": framework})},
+        src, name, to, framework, given,
         {
             "dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "dtype": dtype, "rules": rules,
             "family": family, "opaque": opaque,
@@ -261,11 +261,17 @@ def _opened(src: str | os.PathLike[str], wanted: Wanted, tag: str | None, *, com
             yield path
 
 
-def _wanted(
-    src: str | os.PathLike[str], tag: str | None, to: str | None, choices: Mapping[str, Any], given: Mapping[str, Any]
+def _wanted(  # noqa: PLR0917 - names that both callers have
+    src: str | os.PathLike[str],
+    tag: str | None,
+    to: str | None,
+    framework: str | None,
+    choices: Mapping[str, Any],
+    given: Mapping[str, Any],
 ) -> Wanted:
-    """The wanted layout; `choices` are those of the source, and the framework that loads a distributed checkpoint."""
-    said = present_names(choices, declared_options())
+    """The layout that a call asks for; `choices` are those of the source, by their present or former names."""
+    said: dict[str, Any] = {**choices, **({} if framework is None else {"framework": framework})}
+    said = present_names(said, declared_options())
     return Wanted.of(
         given,
         environ=os.environ,

@@ -56,8 +56,8 @@ def _outside(path: str, offset: int, length: int) -> StorageError:
 BLOCK_BYTES = 4 << 20
 """Length of a block. A read that is as long goes past the blocks, straight into the reader's memory."""
 _LOCAL_BYTES = 128 << 10
-"""As `BLOCK_BYTES`, for local sources: making so many bytes costs less than to copy them from a block, and readers that
-wait for the same block wait for one another."""
+"""Length of a read that goes past the blocks of a local source: making so many bytes costs less than to copy them from
+a block, and readers that wait for the same block wait for one another."""
 _MOST_BLOCKS = 8
 _REMOTE_BLOCKS = 24
 _AHEAD, _REMOTE_AHEAD = 1, 8
@@ -390,7 +390,7 @@ class VirtualCheckpoint:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a conversion would warn of."""
+        """The warnings that a conversion would give."""
         return (*self.plan.warnings, *self.disagreements)
 
     @property
