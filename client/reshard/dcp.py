@@ -57,7 +57,8 @@ def Reader(  # noqa: N802 - it stands where torch's class `FileSystemReader` doe
         RequestError: The arguments do not go together; `request.engine_missing`.
     """
     named = {"source": source, "target": "-", "to": "dcp", "options": options}
-    return load_engine().loading().reader(layout_request(given, "see help(reshard.dcp.Reader)", named), compare=compare)
+    request = layout_request(given, "see help(reshard.dcp.Reader)", named)
+    return load_engine().storage_reader(request, compare=compare)
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:

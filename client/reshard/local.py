@@ -113,10 +113,6 @@ class StateDicts(Protocol):
 class Loading(Protocol):
     """Loads virtual checkpoints with frameworks. Their objects are typed `Any`: the slim package imports none."""
 
-    def reader(self, request: ConvertRequest, *, compare: bool) -> Any:
-        """A `StorageReader` of torch over the distributed checkpoint that the request asks for."""
-        ...
-
     def layout_of(self, engine: Any) -> dict[str, Any]:
         """The options of the native target that an engine of DeepSpeed loads."""
         ...
@@ -358,6 +354,14 @@ class Engine(Protocol):
 
     def state_dicts(self) -> StateDicts:
         """Return the loader of weights as torch tensors.
+
+        Raises:
+            RequestError: `request.engine_missing` without torch.
+        """
+        ...
+
+    def storage_reader(self, request: ConvertRequest, *, compare: bool) -> Any:
+        """Return a `StorageReader` of torch over the distributed checkpoint that the request asks for.
 
         Raises:
             RequestError: `request.engine_missing` without torch.

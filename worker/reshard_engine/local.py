@@ -216,6 +216,12 @@ class LocalEngine:
             from reshard_engine.operations import state_dicts
         return state_dicts
 
+    def storage_reader(self, request: ConvertRequest, *, compare: bool) -> Any:
+        """Return a `StorageReader` of torch over the distributed checkpoint that the request asks for."""
+        with _torch_wanted():
+            from reshard_engine.operations.virtual.dcp_reader import reader
+        return reader(request, compare=compare)
+
     def loading(self) -> Loading:
         """Return what loads virtual checkpoints with frameworks."""
         with _torch_wanted():
