@@ -421,9 +421,14 @@ class PlannedStore:
         file = self._files.get(info.path)
         end = offset + len(buffer)
         if file is None or offset < 0 or end > file.size_bytes:
-            raise StorageError("storage.protocol", f"{printable(info.path)}: {offset}:{end} is outside of the layout")
+            raise outside(info.path, offset, len(buffer))
         buffer[:] = bytes(len(buffer))
         for at, data in file.template.literals_in(offset, end):
             first, last = max(at, offset), min(at + len(data), end)
             if first < last:
                 buffer[first - offset : last - offset] = data[first - at : last - at]
+
+
+def outside(path: str, offset: int, length: int) -> StorageError:
+    """The error for bytes that a file of a layout does not have."""
+    return StorageError("storage.protocol", f"{printable(path)}: {offset}:{offset + length} is outside of the layout")

@@ -22,7 +22,7 @@ import numpy as np
 from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]  # it has none
 
 from reshard.choices import OverflowPolicy
-from reshard.errors import RequestError, StorageError, printable
+from reshard.errors import RequestError, printable
 from reshard.functions import open_layout
 from reshard.models.jobs import ConvertRequest, FileEntry, NotCarried
 from reshard_engine.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ from reshard_engine.execute.executor import losses_by_parameter, refuse_overflow
 from reshard_engine.execute.gather import CALLS_AT_ONCE, TensorReader, fill
 from reshard_engine.formats.registry import check_request, writer_of
 from reshard_engine.integrity.checksums import combine
-from reshard_engine.operations.layout_map import PlannedStore
+from reshard_engine.operations.layout_map import PlannedStore, outside
 from reshard_engine.operations.requested import requested_checkpoint
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.plan.budget import READ_BATCH_BYTES
@@ -45,11 +45,6 @@ from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, save_directory
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
-
-
-def _outside(path: str, offset: int, length: int) -> StorageError:
-    return StorageError("storage.protocol", f"{printable(path)}: {offset}:{offset + length} is outside of the layout")
-
 
 # Blocks of files that small reads are served from.
 
@@ -442,7 +437,7 @@ class VirtualCheckpoint:
         number = self._number(path)
         size_bytes = self.layout.files[number].size_bytes
         if offset < 0 or offset + len(buffer) > size_bytes:
-            raise _outside(path, offset, len(buffer))
+            raise outside(path, offset, len(buffer))
         data = np.frombuffer(buffer, dtype=np.uint8)
         if len(data) >= (min(BLOCK_BYTES, _LOCAL_BYTES) if self.checkpoint.is_local else BLOCK_BYTES):
             self._make.make(number, offset, data)
