@@ -9,9 +9,8 @@ from urllib.parse import quote
 from pydantic import BaseModel, ValidationError
 
 from reshard.api.exchange import Calls
-from reshard.api.wire import Call
+from reshard.api.wire import Call, request_fields
 from reshard.choices import TargetFormat, TokenScope
-from reshard.installed_formats import nested
 from reshard.models.access import (
     DEFAULT_TOKEN_S,
     ENDINGS,
@@ -348,12 +347,9 @@ class Layouts(Calls):
         Raises:
             ReshardError: What is wrong with the request or with the source; `service.busy`.
         """
-        fields: dict[str, Any] = dict(options)
-        said = {field: fields.pop(field) for field in SourceSpec.model_fields if field in fields}
-        spec = source if isinstance(source, SourceSpec) else {"url": source, **said}
-        own = {"source": spec, "to": to, "name": name, "compare": compare}
+        own = {"name": name, "compare": compare}
         try:
-            body = LayoutRequest.model_validate({**own, **nested(fields)})
+            body = LayoutRequest.model_validate({**own, **request_fields(source, to, options)})
         except ValidationError as error:
             raise invalid(error) from None
         sent = body.model_dump(mode="json", exclude_defaults=True)
@@ -382,7 +378,7 @@ class Layouts(Calls):
         Raises:
             RequestError: `request.not_found`; `request.gone` when it has expired.
         """
-        return self._ask(Call("GET", f"{_LAYOUTS}/{quote(layout_id, safe='')}"), Layout)
+        return self._ask(Call("GET", _layout_path(layout_id)), Layout)
 
     def remove(self, layout_id: str) -> None:
         """End a layout before it expires.
@@ -393,11 +389,15 @@ class Layouts(Calls):
         Raises:
             RequestError: `request.not_found`; `request.gone`.
         """
-        self._run(self._exchange.tell(Call("DELETE", f"{_LAYOUTS}/{quote(layout_id, safe='')}")))
+        self._run(self._exchange.tell(Call("DELETE", _layout_path(layout_id))))
 
 
 def _path(webhook_id: str) -> str:
     return f"{_PATH}/{quote(webhook_id, safe='')}"
+
+
+def _layout_path(layout_id: str) -> str:
+    return f"{_LAYOUTS}/{quote(layout_id, safe='')}"
 
 
 def _dump(body: BaseModel) -> Any:

@@ -67,13 +67,18 @@ def convert_request(
     Raises:
         RequestError: `request.invalid`.
     """
+    try:
+        return ConvertRequest.model_validate({"target": target, **request_fields(source, to, options)})
+    except ValidationError as error:
+        raise invalid(error, flags) from None
+
+
+def request_fields(source: str | SourceSpec, to: TargetFormat | str, options: ConvertOptions) -> dict[str, Any]:
+    """The fields that requests of conversions and of layouts share, from the arguments of the SDK; not validated."""
     fields: dict[str, Any] = dict(options)
     said = {name: fields.pop(name) for name in (*SourceSpec.model_fields,) if name in fields}
     spec = source if isinstance(source, SourceSpec) else {"url": source, **said}
-    try:
-        return ConvertRequest.model_validate({"source": spec, "target": target, "to": to, **nested(fields)})
-    except ValidationError as error:
-        raise invalid(error, flags) from None
+    return {"source": spec, "to": to, **nested(fields)}
 
 
 def submit_call(request: ConvertRequest, settings: Mapping[str, Any], key: str, job_id: str | None = None) -> Call:
