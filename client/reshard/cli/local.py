@@ -323,8 +323,11 @@ def _done_line(result: ConvertResult) -> str:
 
 
 @contextmanager
-def stoppable() -> Generator[threading.Event]:
-    """Set the event at the first Ctrl-C, so that running units end; end the process at the second one."""
+def stoppable(*more: signal.Signals) -> Generator[threading.Event]:
+    """Set the event at the first Ctrl-C, so that running units end; end the process at the second one.
+
+    `more` are signals that do as Ctrl-C does.
+    """
     stop = threading.Event()
 
     def on_interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -336,11 +339,12 @@ def stoppable() -> Generator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    previous = signal.signal(signal.SIGINT, on_interrupt)
+    previous = {number: signal.signal(number, on_interrupt) for number in (signal.SIGINT, *more)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def verify(
@@ -575,7 +579,7 @@ def mount(
     """
     engine = load_engine()
     with (
-        terminated() as stop,
+        stoppable(signal.SIGTERM) as stop,
         engine.open_layout(flags.request(source, name or "-"), exact_crcs=exact_crcs, compare=not unchecked) as layout,
         engine.mount(layout, directory, allow_other=allow_other, on_error=_say_error) as mounted,
     ):
@@ -596,20 +600,6 @@ def mount(
 def _say_error(error: ReshardError) -> None:
     """Say why readers of a mount got EIO."""
     complain(error.code, error.message, error.fix)
-
-
-@contextmanager
-def terminated() -> Generator[threading.Event]:
-    """As `stoppable`, for SIGTERM as well."""
-    with stoppable() as stop:
-        if threading.current_thread() is not threading.main_thread():
-            yield stop
-            return
-        previous = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-        try:
-            yield stop
-        finally:
-            signal.signal(signal.SIGTERM, previous)
 
 
 # `reshard clean`: removes files of unfinished conversions.
