@@ -29,27 +29,22 @@ _RENEWED_PART = 0.9
 """A use writes the new time only when less than this part of the whole is left: most uses write nothing."""
 
 
-class PlannedLayout(BaseModel):
-    """What an engine process says of the layout that it has opened."""
+class _Facts(BaseModel):
+    """The facts of a plan that are stored as JSON, beside its digests and files."""
+
+    source_format: str
+    tag: str | None
+    compared: int | None
+    warnings: tuple[str, ...]
+    not_carried: tuple[NotCarried, ...]
+
+
+class PlannedLayout(_Facts):
+    """The answer of an engine process that has opened a layout."""
 
     content_digest: str
     source_digest: str
-    source_format: str
-    tag: str | None
-    compared: int | None
     files: tuple[FileEntry, ...]
-    warnings: tuple[str, ...]
-    not_carried: tuple[NotCarried, ...]
-
-
-class _Facts(BaseModel):
-    """What is stored of a plan beside its digests and files."""
-
-    source_format: str
-    tag: str | None
-    compared: int | None
-    warnings: tuple[str, ...]
-    not_carried: tuple[NotCarried, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ class UsedLayout:
     source_digest: str = ""
     """Empty before it is planned for the first time."""
     size_bytes: int = 0
-    """Of the file that is used."""
+    """Size of the file that is used; 0 before there is one."""
 
 
 class Layouts:
@@ -111,7 +106,6 @@ class Layouts:
             RequestError: `request.quota_bytes`.
         """
         total_bytes = sum(f.size_bytes for f in planned.files)
-        facts = _Facts.model_validate(planned.model_dump(include=set(_Facts.model_fields)))
         with self._database.write() as session:
             refuse_bytes_above_quota(session, self._tenant, total_bytes)
             new = insert(LayoutRow).values(
@@ -122,7 +116,7 @@ class Layouts:
                 source_digest=planned.source_digest,
                 files=len(planned.files),
                 total_bytes=total_bytes,
-                facts=facts.model_dump_json(),
+                facts=planned.model_dump_json(include=set(_Facts.model_fields)),
                 created_at=db_now(),
                 expires_at=db_now() + self._keep_s,
             )
