@@ -137,7 +137,8 @@ class Layouts:
             RequestError: `request.not_found`; `request.gone` if it has expired.
         """
         with self._database.read() as session:
-            return _whole(self._require(session, layout_id), _files(session, layout_id))
+            row, _ = self._require(session, layout_id)
+            return _whole(row, _files(session, layout_id))
 
     def files(self, layout_id: str) -> tuple[FileEntry, ...]:
         """The files of a layout, in the order of the plan. Raises the errors of `get`."""
@@ -165,7 +166,7 @@ class Layouts:
             RequestError: `request.not_found`: there is no such layout or file; `request.gone`.
         """
         with self._database.read() as session:
-            row = self._require(session, layout_id)
+            row, left_s = self._require(session, layout_id)
             key = (LayoutFileRow.layout_id == layout_id, LayoutFileRow.key == _key(path))
             size_bytes = session.scalars(select(LayoutFileRow.size_bytes).where(*key)).one_or_none()
             if size_bytes is None:
@@ -177,7 +178,7 @@ class Layouts:
             found = self._used(session, row.id, ConvertRequest.model_validate_json(row.request))
             digests = {"content_digest": row.content_digest, "source_digest": row.source_digest}
             found = replace(found, size_bytes=size_bytes, **digests)
-        self.renew(layout_id)
+        self._move_expiry(layout_id, left_s)
         return found
 
     def renew(self, layout_id: str) -> bool:
@@ -188,18 +189,23 @@ class Layouts:
             ).one_or_none()
         if left_s is None:
             return False
+        self._move_expiry(layout_id, left_s)
+        return True
+
+    def _move_expiry(self, layout_id: str, left_s: float) -> None:
+        """Move the expiry of a layout that has so many seconds left, unless it was moved a short while ago."""
         if left_s < _RENEWED_PART * self._keep_s:
             with self._database.write() as session:
                 # One that ends meanwhile stays ended.
                 statement = update(LayoutRow).where(LayoutRow.id == layout_id, *self._open())
                 session.execute(statement.values(expires_at=db_now() + self._keep_s))
-        return True
 
     def _open(self) -> tuple[Any, ...]:
         return (LayoutRow.tenant == self._tenant, LayoutRow.expires_at > db_now())
 
-    def _require(self, session: Session, layout_id: str) -> LayoutRow:
-        query = select(LayoutRow, LayoutRow.expires_at > db_now())
+    def _require(self, session: Session, layout_id: str) -> tuple[LayoutRow, float]:
+        """The row of a layout that is open, and the seconds until it expires."""
+        query = select(LayoutRow, LayoutRow.expires_at - db_now())
         found = session.execute(query.where(LayoutRow.id == layout_id, LayoutRow.tenant == self._tenant)).one_or_none()
         if found is None:
             raise RequestError(
@@ -207,14 +213,14 @@ class Layouts:
                 f"there is no layout {printable(layout_id, max_chars=64)!r}",
                 fix="GET /v1/layouts lists them; POST /v1/layouts makes one",
             )
-        row, is_open = found
-        if not is_open:
+        row, left_s = found
+        if left_s <= 0:
             raise RequestError(
                 "request.gone",
                 f"the layout {layout_id!r} has expired, or was removed",
                 fix="make it again: POST /v1/layouts; its files have the same ETags if the source has not changed",
             )
-        return row
+        return row, left_s
 
     def _used(self, session: Session, layout_id: str, request: ConvertRequest) -> UsedLayout:
         limits = limits_of(session, self._tenant)
