@@ -96,9 +96,10 @@ class Prober:
         limit_s: float,
         queue_s: float = math.inf,
     ) -> Any:
+        refused = ProbeTimeout(f"no process was free for {queue_s:g} s")
         try:
             # The wait for a free slot counts, too, so that a busy service does not keep its callers longer.
-            async with asyncio.timeout(limit_s), self._slot(queue_s):
+            async with asyncio.timeout(limit_s), _turn(self._slots, queue_s, refused):
                 output, status = await self._run(op, body, roots, limit_s)
         except TimeoutError as error:
             raise ProbeTimeout(f"it took longer than {limit_s:g} s") from error
@@ -114,22 +115,7 @@ class Prober:
                 fix="run `reshard inspect` on it and report the output",
                 details={"status": status},
             ) from error
-        if "problem" in answer:
-            raise from_problem(answer["problem"])
-        return answer["result"]
-
-    @asynccontextmanager
-    async def _slot(self, queue_s: float) -> AsyncGenerator[None]:
-        """One of the probes that may run at once, if one is free within `queue_s` seconds; else `ProbeTimeout`."""
-        try:
-            async with asyncio.timeout(None if math.isinf(queue_s) else queue_s):
-                await self._slots.acquire()
-        except TimeoutError as error:
-            raise ProbeTimeout(f"no process was free for {queue_s:g} s") from error
-        try:
-            yield
-        finally:
-            self._slots.release()
+        return _result_of(answer)
 
     async def _run(self, op: str, body: BaseModel, roots: Roots, limit_s: float) -> tuple[bytes, int]:
         limits = {"memory_bytes": self._settings.probe_memory_bytes, "cpu_s": math.ceil(limit_s) + 1}
@@ -180,6 +166,27 @@ class Prober:
             start_new_session=True,
             limit=_LONGEST_ANSWER_BYTES,
         )
+
+
+def _result_of(answer: Any) -> Any:
+    """The result in an answer of an engine's process; raises the error that it has instead."""
+    if "problem" in answer:
+        raise from_problem(answer["problem"])
+    return answer["result"]
+
+
+@asynccontextmanager
+async def _turn(slots: asyncio.Semaphore, queue_s: float, refused: Exception) -> AsyncGenerator[None]:
+    """One of the slots, if one is free within `queue_s` seconds; else raises `refused`."""
+    try:
+        async with asyncio.timeout(None if math.isinf(queue_s) else queue_s):
+            await slots.acquire()
+    except TimeoutError as error:
+        raise refused from error
+    try:
+        yield
+    finally:
+        slots.release()
 
 
 def _environment() -> dict[str, str]:
@@ -365,10 +372,7 @@ class _Engine:
             raise EngineDied from error
         if not line.endswith(b"\n"):
             raise EngineDied
-        answer = json.loads(line)
-        if "problem" in answer:
-            raise from_problem(answer["problem"])
-        return answer["result"]
+        return _result_of(json.loads(line))
 
 
 class LayoutEngines:
@@ -397,7 +401,8 @@ class LayoutEngines:
             ReshardError: Any error of the engine; `source.changed`; `service.busy`.
         """
         for last in (False, True):
-            async with self._engine(layout) as engine, self._turn(engine):
+            queue_s = self._settings.layout_queue_s
+            async with self._engine(layout) as engine, _turn(engine.reads, queue_s, _busy()):
                 try:
                     reader, writer = await engine.ask(path, offset, length)
                 except EngineDied as error:
@@ -479,18 +484,6 @@ class LayoutEngines:
         for engine in idle[: max(0, surplus)]:
             self._drop(engine)
         return True
-
-    @asynccontextmanager
-    async def _turn(self, engine: _Engine) -> AsyncGenerator[None]:
-        try:
-            async with asyncio.timeout(self._settings.layout_queue_s):
-                await engine.reads.acquire()
-        except TimeoutError as error:
-            raise _busy() from error
-        try:
-            yield
-        finally:
-            engine.reads.release()
 
     def _end_later(self, engine: _Engine) -> None:
         loop, idle_s = asyncio.get_running_loop(), self._settings.layout_idle_s
