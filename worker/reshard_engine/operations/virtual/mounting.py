@@ -497,7 +497,7 @@ def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | N
     Raises:
         StorageError: `storage.no_fuse`.
     """
-    helper = next((name for name in _HELPERS if shutil.which(name)), None)
+    helper = _helper()
     if helper is None:
         raise StorageError(
             "storage.no_fuse",
@@ -530,11 +530,16 @@ def _mounted_by_helper(place: str, options: Sequence[str]) -> tuple[int, str | N
     return descriptors[0], helper
 
 
+def _helper() -> str | None:
+    """The program of this machine that may mount and unmount."""
+    return next((name for name in _HELPERS if shutil.which(name)), None)
+
+
 def _unmount(place: str, helper: str | None) -> None:
     """Unmount, at once for new readers; what is open goes with the connection."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.umount2(os.fsencode(place), _DETACH) != 0:
-        helper = helper or next((name for name in _HELPERS if shutil.which(name)), None)
+        helper = helper or _helper()
         if helper is not None:
             subprocess.run([helper, "-u", "-q", "-z", "--", place], check=False)
 
