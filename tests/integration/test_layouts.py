@@ -69,6 +69,10 @@ class Service:
     def file(self, layout: dict[str, Any], path: str) -> str:
         return f"{layout['links']['files']}/{path}"
 
+    def address(self, layout: dict[str, Any], path: str) -> tuple[str, dict[str, str]]:
+        """The URL of a file, and the headers with which Anna gets it."""
+        return f"{self.url}{self.file(layout, path)}", {"Authorization": f"Bearer {self.tokens['anna']}"}
+
     def engines(self) -> list[psutil.Process]:
         """The engine processes of layouts."""
         found: list[psutil.Process] = []
@@ -184,8 +188,7 @@ def test_file_systems_of_fsspec_read_it(
     service: Service, layout: dict[str, Any], converted: Path, tmp_path: Path
 ) -> None:
     name = rank_file(layout)
-    url = f"{service.url}{service.file(layout, name)}"
-    bearer = {"Authorization": f"Bearer {service.tokens['anna']}"}
+    url, bearer = service.address(layout, name)
     http: Any = fsspec.filesystem("http", client_kwargs={"headers": bearer}, skip_instance_cache=True)
     whole = (converted / name).read_bytes()
     assert http.info(url)["size"] == len(whole)
@@ -309,19 +312,14 @@ def test_a_killed_engine_cuts_its_response_and_the_next_request_works(
 ) -> None:
     name = rank_file(layout)
     whole = (converted / name).read_bytes()
-    url, bearer = f"{service.url}{service.file(layout, name)}", {"Authorization": f"Bearer {service.tokens['anna']}"}
+    url, bearer = service.address(layout, name)
     with httpx.stream("GET", url, headers=bearer, timeout=120) as response:
         pieces = response.iter_bytes(1 << 16)
         begin = next(pieces)
         for engine in (engines := service.engines()):
             engine.send_signal(signal.SIGKILL)
         assert engines
-
-        def rest() -> None:
-            for _ in pieces:
-                continue
-
-        raised(httpx.RemoteProtocolError, rest)
+        raised(httpx.RemoteProtocolError, list, pieces)
     assert begin == whole[: len(begin)]
     # Whoever kept what came goes on from there.
     answer = service.ask("GET", service.file(layout, name), headers={"Range": f"bytes={len(begin)}-"})
@@ -337,7 +335,7 @@ def test_the_memory_of_the_api_is_flat(service: Service, layout: dict[str, Any],
     """Responses that nobody reads wait; those that are read pass through. The engine makes the bytes, not the API."""
     name = rank_file(layout)
     size = (converted / name).stat().st_size
-    url, bearer = f"{service.url}{service.file(layout, name)}", {"Authorization": f"Bearer {service.tokens['anna']}"}
+    url, bearer = service.address(layout, name)
     api = psutil.Process(service.process.pid)
     service.ask("GET", service.file(layout, name))
     base, marks, done = api.memory_info().rss, [0], threading.Event()
@@ -581,20 +579,12 @@ def test_layouts_expire_unless_they_are_used(tmp_path: Path) -> None:
 
 def test_a_removed_layout_cuts_what_is_being_read(service: Service, large: Path) -> None:
     made = service.make(large)
-    url, bearer = (
-        f"{service.url}{service.file(made, rank_file(made))}",
-        {"Authorization": f"Bearer {service.tokens['anna']}"},
-    )
+    url, bearer = service.address(made, rank_file(made))
     with httpx.stream("GET", url, headers=bearer, timeout=120) as response:
         pieces = response.iter_bytes(1 << 16)
         next(pieces)
         assert service.ask("DELETE", made["links"]["self"]).status_code == 204
-
-        def rest() -> None:
-            for _ in pieces:
-                continue
-
-        raised(httpx.RemoteProtocolError, rest)
+        raised(httpx.RemoteProtocolError, list, pieces)
 
 
 # The records, on each kind of database.
