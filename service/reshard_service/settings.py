@@ -106,7 +106,7 @@ class ServiceSettings(EnvironmentSettings):
         engine_memory_bytes: Memory that the process of a virtual layout may take, as an engine process of a worker.
         poll_s: Seconds between two looks at all jobs that requests wait for.
         ping_s: Pause between two pings of an event stream.
-        recheck_s: Seconds after which an event stream ends whose token was revoked.
+        recheck_s: Seconds after which an event stream, or a response with a file, ends whose token was revoked.
         max_body_bytes: Largest request body.
         head_s: How long a client of `reshard serve` may take to send the head of a request.
         body_s: How long a client may take to send the body of a request.

@@ -36,7 +36,7 @@ class Mounted:
 
     @property
     def said(self) -> str:
-        """What the process has written to stderr."""
+        """The text that the process has written to stderr."""
         return self.log.read_text()
 
     def end(self, number: int = signal.SIGTERM) -> int:

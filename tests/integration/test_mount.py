@@ -53,7 +53,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def _converted(source: Path, found: Mounted, run: Path, words: tuple[str, ...]) -> dict[str, bytes]:
-    """What a conversion into an empty directory leaves there: below a tag, if the target has one."""
+    """The files that a conversion into an empty directory leaves there: below a tag, if the target has one."""
     given = [word for word in words if word not in ("--name", "step-3")]
     target = run / found.target.relative_to(found.place)
     assert command("convert", str(source), str(target), *given)[0] == 0

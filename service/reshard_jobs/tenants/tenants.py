@@ -161,7 +161,7 @@ def refuse_above_quota(session: Session, tenant: str, planned_bytes: int) -> Non
 
 
 def refuse_bytes_above_quota(session: Session, tenant: str, planned_bytes: int) -> None:
-    """Refuse the plan of a job that is in the queue already, but whose bytes are not counted yet.
+    """Refuse bytes that are not counted yet: those of a layout, or of a job that is in the queue already.
 
     Raises:
         RequestError: `request.quota_bytes`.
