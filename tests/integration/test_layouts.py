@@ -321,10 +321,10 @@ def test_a_killed_engine_cuts_its_response_and_the_next_request_works(
         assert engines
         raised(httpx.RemoteProtocolError, list, pieces)
     assert begin == whole[: len(begin)]
-    # Whoever kept what came goes on from there.
+    # A client that kept the first bytes goes on from there.
     answer = service.ask("GET", service.file(layout, name), headers={"Range": f"bytes={len(begin)}-"})
     assert (answer.status_code, answer.content) == (206, whole[len(begin) :])
-    # Killed while nobody reads: nobody notices.
+    # An engine that is killed between two requests is replaced.
     for engine in service.engines():
         engine.send_signal(signal.SIGKILL)
         engine.wait(30)
@@ -432,7 +432,7 @@ def test_copies_that_differ_are_found_before_the_answer(service: Service, tmp_pa
     converting = raised(ReshardError, reshard.convert, place, tmp_path / "out", to="universal", rules=rules)
     assert converting.code == "checkpoint.disagreement"
     assert (answer.json()["code"], answer.json()["detail"]) == (converting.code, converting.message)
-    # Whoever leaves the comparison out is told so.
+    # Without the comparison, the answer says that there was none.
     assert service.ask("POST", "/v1/layouts", json={**body, "compare": False}).json()["compared"] is None
 
 

@@ -86,7 +86,7 @@ class Retention:
         _delete(session, IdempotencyRow, loose, IdempotencyRow.held_until < db_now() - self.keep_keys_s)
         _delete(session, NodeRow, NodeRow.seen_at < db_now() - _NODE_LEASES * lease_s)
         _delete(session, AuditRow, AuditRow.at < db_now() - self.keep_audit_s)
-        # The quota of a day counts layouts, too, and whoever reads one that has expired is told so.
+        # The quota of a day counts layouts, too, and for a day a request for one that has expired is `request.gone`.
         _delete(session, LayoutRow, LayoutRow.expires_at < db_now() - DAY_S)
         ended = JobRow.state.in_(_TERMINAL)
         # `created_at` is a part of an index, and no job ends before it was created.

@@ -259,7 +259,7 @@ class _Engine:
         self._control: socket.socket | None = None
         self._process: Process | None = None
         self.opened = asyncio.create_task(self._open())
-        # Who waits for it gets its error; if nobody does any more, nobody misses it.
+        # Callers that wait for it get its error. It is read here, too: asyncio reports errors that nobody has read.
         self.opened.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     @property

@@ -169,7 +169,7 @@ class _Server:
             try:
                 return os.readv(self._device, [request])
             except OSError as error:
-                # ENOENT: whoever asked has been killed meanwhile. ENODEV: unmounted.
+                # ENOENT: the process that asked has been killed meanwhile. ENODEV: unmounted.
                 return 0 if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN) else None
 
     def _answer(self, request: memoryview, data: memoryview) -> None:
@@ -186,7 +186,7 @@ class _Server:
             failed = errno.EIO
             self._tell(JobError("internal.error", printable(f"{type(error).__name__}: {error}")))
         if opcode not in _UNANSWERED:
-            # It fails where whoever asked has been killed, or at the end.
+            # It fails where the process that asked has been killed, or at the end.
             with suppress(OSError):
                 os.writev(self._device, [_ANSWER.pack(_ANSWER.size + len(answer), -failed, unique), answer])
 
