@@ -102,10 +102,10 @@ def save_distributed(layers: int, folder: str) -> None:
     dcp.save(_sharded(layers, 0), checkpoint_id=folder)
 
 
-def load_distributed(layers: int, folder: str, way: str) -> dict[str, Any]:
-    """`dcp.load` into matrices that are cut by columns, through torch's own reader or ours; as `load`."""
+def load_distributed(layers: int, folder: str, way: str, dim: int) -> dict[str, Any]:
+    """`dcp.load` into matrices that are cut along `dim`, through torch's own reader or ours; as `load`."""
     start_world()
-    wanted = _sharded(layers, 1)
+    wanted = _sharded(layers, dim)
     for tensor in wanted.values():
         tensor.zero_()
     before, held = _read_bytes(), _forget_peak()

@@ -1,4 +1,4 @@
-"""A reverse proxy before an S3 server that makes each call wait, and that limits the bandwidth of its one client.
+"""A reverse proxy before an S3 server that makes each call wait, and that limits the bandwidth of its client.
 
 Each connection has a thread, which mostly sleeps: bytes are copied in large chunks outside the interpreter's lock. The
 `Host` header stays what the client signed. `Expect` is not a part of a signature (botocore/auth.py 1.4x,
@@ -22,12 +22,13 @@ _HEAD_BYTES = 64 << 10
 class SlowStore:
     """The proxy of one worker."""
 
-    def __init__(self, upstream: str, *, delay_s: float, bytes_per_s: float) -> None:
-        """Listen; calls go to `upstream` (`http://host:port`)."""
+    def __init__(self, upstream: str, *, delay_s: float, bytes_per_s: float, shared: bool = True) -> None:
+        """Listen; calls go to `upstream` (`http://host:port`). All connections share the bandwidth, or each has it."""
         place = urlsplit(upstream)
         self._upstream = (str(place.hostname), int(place.port or 80))
         self._delay_s = delay_s
-        self._links = _Link(bytes_per_s), _Link(bytes_per_s)
+        both = _Link(bytes_per_s), _Link(bytes_per_s)
+        self._new_links = (lambda: both) if shared else lambda: (_Link(bytes_per_s), _Link(bytes_per_s))
         self.calls: Counter[str] = Counter()
         self.sent_bytes = self.received_bytes = 0
         self.log: list[tuple[float, str, str]] = []
@@ -54,11 +55,11 @@ class SlowStore:
         with suppress(OSError), client, socket.create_connection(self._upstream) as server:
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            mine, theirs = _Reader(client), _Reader(server)
+            mine, theirs, links = _Reader(client), _Reader(server), self._new_links()
             while (head := mine.head()) is not None:
-                self._exchange(head, mine, theirs)
+                self._exchange(head, mine, theirs, links)
 
-    def _exchange(self, head: bytes, mine: _Reader, theirs: _Reader) -> None:
+    def _exchange(self, head: bytes, mine: _Reader, theirs: _Reader, links: tuple[_Link, _Link]) -> None:
         lines = head.split(b"\r\n")
         kept = [line for line in lines if not line.lower().startswith(b"expect:")]
         if len(kept) < len(lines):
@@ -68,7 +69,7 @@ class SlowStore:
         self.log.append((time.monotonic(), kind_of(method, target), target))
         time.sleep(self._delay_s)
         theirs.end.sendall(b"\r\n".join(kept))
-        self.sent_bytes += mine.copy_body(head, theirs.end, self._links[0])
+        self.sent_bytes += mine.copy_body(head, theirs.end, links[0])
         answer = theirs.head()
         while answer is not None and answer.split(b" ", 2)[1] == b"100":
             answer = theirs.head()
@@ -76,11 +77,11 @@ class SlowStore:
             raise ConnectionResetError
         mine.end.sendall(answer)
         if method != "HEAD" and answer.split(b" ", 2)[1] not in (b"204", b"304"):
-            self.received_bytes += theirs.copy_body(answer, mine.end, self._links[1])
+            self.received_bytes += theirs.copy_body(answer, mine.end, links[1])
 
 
 class _Link:
-    """One direction of a network link: all connections of a worker share its bandwidth."""
+    """One direction of a network link, of a connection or of all connections of a worker."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -182,9 +183,11 @@ def kind_of(method: str, target: str) -> str:
 
 
 @contextmanager
-def slow_stores(upstream: str, count: int, *, delay_s: float, bytes_per_s: float) -> Generator[list[SlowStore]]:
+def slow_stores(
+    upstream: str, count: int, *, delay_s: float, bytes_per_s: float, shared: bool = True
+) -> Generator[list[SlowStore]]:
     """One proxy for each of `count` workers."""
-    stores = [SlowStore(upstream, delay_s=delay_s, bytes_per_s=bytes_per_s) for _ in range(count)]
+    stores = [SlowStore(upstream, delay_s=delay_s, bytes_per_s=bytes_per_s, shared=shared) for _ in range(count)]
     try:
         yield stores
     finally:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -198,56 +199,95 @@ class Reader(StorageReader):
         planner.commit_tensor(item, target)
 
     def _read_boxes(self, boxes: Sequence[_Box], planner: LoadPlanner) -> None:
-        """Read boxes, each as a tensor that is made of one box; small ones together."""
+        """Read boxes, each as a tensor that is made of one box: large ones into their targets, small ones together."""
         checkpoint = self.layout.checkpoint
         tensors = checkpoint.shard_map.tensors
         first = len(tensors)
         parts = [(replace(tensors[b.tensor], shape=b.view.grid), b.view) for b in boxes]
         whole = replace(checkpoint, shard_map=checkpoint.shard_map.with_derived(parts))
 
-        def read(batch: Sequence[tuple[int, _Box]]) -> list[torch.Tensor]:
+        def read(batch: _Batch) -> None:
             with self.layout.reader_of(whole) as reader:
-                return _read_batch(reader, batch)
+                batch.read(reader)
 
-        batches = _batches(list(enumerate(boxes, first)))
+        batches = _batches([_Target(n, b, planner.resolve_tensor(b.item).detach()) for n, b in enumerate(boxes, first)])
         with ThreadPoolExecutor(1 if checkpoint.is_local else _BATCHES_AT_ONCE) as pool:
             for at in range(0, len(batches), _BATCHES_AT_ONCE):
                 some = batches[at : at + _BATCHES_AT_ONCE]
-                for batch, found in zip(some, pool.map(read, some), strict=True):
-                    for (_, box), part in zip(batch, found, strict=True):
-                        target = planner.resolve_tensor(box.item).detach()
-                        target.copy_(part.reshape(target.shape))
-                        planner.commit_tensor(box.item, target)
+                for batch, _ in zip(some, pool.map(read, some), strict=True):
+                    batch.commit(planner)
 
 
 _BATCHES_AT_ONCE = 4
+_STRAIGHT_BYTES = 256 << 10
+"""Boxes of this size are read into the memory of their targets; for smaller ones a read of their own costs more."""
 
 
-def _batches(boxes: Sequence[tuple[int, _Box]]) -> list[list[tuple[int, _Box]]]:
-    """Boxes that are read together: in the order of their tensors, of 16 MiB or of one box."""
-    found: list[list[tuple[int, _Box]]] = []
-    held = 0
-    for number, box in sorted(boxes, key=lambda b: (b[1].tensor, b[0])):
-        if not found or held + box.size_bytes > READ_BATCH_BYTES:
-            found.append([])
-            held = 0
-        found[-1].append((number, box))
-        held += box.size_bytes
-    return found
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A box, the number of the tensor that is made of it, and the memory that it goes to."""
+
+    number: int
+    box: _Box
+    tensor: torch.Tensor
+
+    @property
+    def is_straight(self) -> bool:
+        """True if the box's bytes can be read into the memory of its target."""
+        same = self.tensor.dtype is getattr(torch, self.box.dtype.name) and self.tensor.device.type == "cpu"
+        return same and self.tensor.is_contiguous() and self.box.size_bytes >= _STRAIGHT_BYTES
+
+    def elements(self, at: int) -> Elements:
+        """The elements of the box, at a place in memory."""
+        return Elements(self.number, self.box.dtype, 0, prod(self.box.view.grid), at)
 
 
-def _read_batch(reader: TensorReader, batch: Sequence[tuple[int, _Box]]) -> list[torch.Tensor]:
-    """The elements of boxes, packed."""
-    memory = np.empty(sum(box.room_bytes for _, box in batch), dtype=np.uint8)
-    items: list[Elements] = []
-    found: list[torch.Tensor] = []
-    at = 0
-    for number, box in batch:
-        items.append(Elements(number, box.dtype, 0, prod(box.view.grid), at))
-        data: torch.Tensor = torch.from_numpy(memory[at : at + box.size_bytes])  # pyright: ignore[reportUnknownMemberType]
-        found.append(data.view(getattr(torch, box.dtype.name)))
-        at += box.room_bytes
-    reader.read(items, memory)
+class _Batch:
+    """Targets that are read by one call: one alone, straight, or several by way of memory of their own."""
+
+    def __init__(self, *, straight: bool) -> None:
+        self.straight = straight
+        self.targets: list[_Target] = []
+        self.size_bytes = 0
+
+    def add(self, target: _Target) -> None:
+        self.targets.append(target)
+        self.size_bytes += target.box.room_bytes
+
+    def read(self, reader: TensorReader) -> None:
+        """Read the elements, and fill the targets with them."""
+        if self.straight:
+            (target,) = self.targets
+            memory = target.tensor.reshape(-1).view(torch.uint8).numpy()  # pyright: ignore[reportUnknownMemberType]
+            reader.read([target.elements(0)], memory)
+            return
+        memory = np.empty(self.size_bytes, dtype=np.uint8)
+        ends = list(accumulate((t.box.room_bytes for t in self.targets), initial=0))
+        reader.read([t.elements(at) for t, at in zip(self.targets, ends, strict=False)], memory)
+        for target, at in zip(self.targets, ends, strict=False):
+            data: torch.Tensor = torch.from_numpy(memory[at : at + target.box.size_bytes])  # pyright: ignore[reportUnknownMemberType]
+            part = data.view(getattr(torch, target.box.dtype.name))
+            target.tensor.copy_(part.reshape(target.tensor.shape))
+
+    def commit(self, planner: LoadPlanner) -> None:
+        """Tell the planner that the targets are filled."""
+        for target in self.targets:
+            planner.commit_tensor(target.box.item, target.tensor)
+
+
+def _batches(targets: Sequence[_Target]) -> list[_Batch]:
+    """Targets by what is read together, in the order of the source's tensors; small ones up to 16 MiB."""
+    found: list[_Batch] = []
+    open_: _Batch | None = None
+    for target in sorted(targets, key=lambda t: (t.box.tensor, t.number)):
+        if target.is_straight:
+            found.append(_Batch(straight=True))
+            found[-1].add(target)
+            continue
+        if open_ is None or open_.size_bytes + target.box.room_bytes > READ_BATCH_BYTES:
+            open_ = _Batch(straight=False)
+            found.append(open_)
+        open_.add(target)
     return found
 
 
