@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any, BinaryIO, TypeVar, cast
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from reshard.choices import TargetFormat
 from reshard.errors import JobError, ReshardError, SourceError, printable
 from reshard.models.jobs import ConvertRequest
+from reshard_engine.formats.deepspeed.files import replicas_load
 from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 from reshard_engine.storage.urls import is_within
 
@@ -122,9 +124,23 @@ class StubDirectory:
         name = os.path.relpath(os.path.abspath(os.fspath(path)), self.directory)
         return name if name in self.layout.sizes else None
 
-    def open(self, name: str) -> BinaryIO:
-        """A file of the virtual checkpoint, whose reads keep their errors."""
-        return self.layout.open(name, partial(self._read, name))
+    @contextmanager
+    def open(self, name: str, replicas: Any = None) -> Generator[BinaryIO]:
+        """Open a file of the virtual checkpoint, whose reads keep their errors.
+
+        Args:
+            name: The file.
+            replicas: A group of processes that all read the file in the same way: each reads a part of the source for
+                all of them. By default this process reads it alone.
+        """
+        read = partial(self._read, name)
+        if replicas is None:
+            with self.layout.open(name, read) as file:
+                yield file
+            return
+        shared = _SharedReads(replicas, read, self.layout.file(name).size_bytes)
+        with closing(shared), self.layout.open(name, shared.read_into) as file:
+            yield file
 
     def lies_in(self, directory: str | os.PathLike[str]) -> bool:
         """True if this is the directory, or lies in it."""
@@ -164,19 +180,91 @@ class StubDirectory:
             self.layout.read_known(name, offset, buffer)
 
 
+_WINDOW_BYTES = 32 << 20
+_OWN_BYTES = 256 << 10
+"""Reads that are shorter, and outside of the window, are made by each process: they cost less than to hear of them."""
+
+
+class _SharedReads:
+    """Reads of a file that all processes of a group read in the same way; each reads a part of the source for all.
+
+    The file passes through a window, of which a process reads its part while the one before is used. `read` keeps its
+    errors, so that each process takes part in every exchange.
+    """
+
+    def __init__(self, group: Any, read: Callable[[int, memoryview], None], size_bytes: int) -> None:
+        self._group, self._read, self._size_bytes = group, read, size_bytes
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._begin = self._end = 0
+        self._window = torch.empty(0, dtype=torch.uint8)
+        self._next: tuple[int, Future[torch.Tensor]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="part")
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with bytes of the file from `offset` on."""
+        done = 0
+        while done < len(buffer):
+            at, some = offset + done, buffer[done:]
+            if not self._begin <= at < self._end:
+                if at != self._end and len(some) < _OWN_BYTES:
+                    self._read(at, some)
+                    return
+                self._move(at)
+            some = some[: self._end - at]
+            target: torch.Tensor = torch.frombuffer(some, dtype=torch.uint8)
+            target.copy_(self._window[at - self._begin :][: len(some)])
+            done += len(some)
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _move(self, begin: int) -> None:
+        ahead, self._next = self._next, None
+        own = ahead[1].result() if ahead is not None and ahead[0] == begin else self._part(begin)
+        end = min(begin + _WINDOW_BYTES, self._size_bytes)
+        if end < self._size_bytes:
+            self._next = end, self._thread.submit(self._part, end)
+        told = own.to(_device_of(self._group))
+        window = torch.empty(len(own) * self._ranks, dtype=torch.uint8, device=told.device)
+        dist.all_gather(list(window.chunk(self._ranks)), told, group=self._group)  # pyright: ignore[reportUnknownMemberType]
+        self._begin, self._end, self._window = begin, end, window.cpu()
+
+    def _part(self, begin: int) -> torch.Tensor:
+        """This process's part of the window at `begin`; parts are equally long."""
+        end = min(begin + _WINDOW_BYTES, self._size_bytes)
+        own = torch.zeros(-(-(end - begin) // self._ranks), dtype=torch.uint8)
+        low = begin + self._rank * len(own)
+        if low < end:
+            self._read(low, own.numpy().data[: end - low])
+        return own
+
+
+def _device_of(group: Any) -> torch.device:
+    """The device whose tensors a group of processes exchanges."""
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if accelerator is None or "cpu:" in dist.get_backend_config(group) else accelerator
+
+
 class StubEngine:
-    """A checkpoint engine of DeepSpeed that loads stubs from their virtual checkpoint, and all else as before."""
+    """A checkpoint engine of DeepSpeed that loads stubs from their virtual checkpoint, and all else as before.
+
+    Weights that all data-parallel ranks load come once from an object store: each rank reads a part of them. From a
+    local source each rank reads them itself, as in any load: the page cache holds them.
+    """
 
     def __init__(self, engine: Any, made: StubDirectory) -> None:
-        """Take the engine's own checkpoint engine, which loads the files' contents, too."""
-        self._engine, self._made = engine, made
+        """Take the engine of DeepSpeed, whose own checkpoint engine loads the files' contents, too."""
+        self._engine, self._made = engine.checkpoint_engine, made
+        group = None if made.layout.checkpoint.is_local or not _is_run() else engine.seq_data_parallel_group
+        self._replicas = group if group is not None and dist.get_world_size(group) > 1 else None
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The contents of a file of `torch.save`."""
         name = self._made.file_of(path)
         if name is None:
             return self._engine.load(path, map_location)
-        with self._made.open(name) as file:
+        with self._made.open(name, self._replicas if replicas_load(name) else None) as file:
             return self._engine.load(file, map_location)
 
     def __getattr__(self, name: str) -> Any:
@@ -235,7 +323,7 @@ def load_into_deepspeed(
     with tempfile.TemporaryDirectory(prefix="reshard-", ignore_cleanup_errors=True) as place:
         made = stubs(request, compare=compare, home=place)
         try:
-            engine.checkpoint_engine = StubEngine(own, made)
+            engine.checkpoint_engine = StubEngine(engine, made)
             tag = os.path.basename(made.directory)
             return _load_all(lambda: engine.load_checkpoint(place, tag, **arguments), [made])
         finally:
