@@ -258,14 +258,29 @@ class StubEngine:
         self._engine, self._made = engine.checkpoint_engine, made
         group = None if made.layout.checkpoint.is_local or not _is_run() else engine.seq_data_parallel_group
         self._replicas = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._kept: tuple[str, Any] | None = None
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The contents of a file of `torch.save`."""
+        """The contents of a file of `torch.save`.
+
+        DeepSpeed loads the first file of weights twice in a row: to look at one entry, and to take its weights. The
+        second call returns what the first has loaded.
+
+        Source: deepspeed 0.19.8 `runtime/state_dict_factory.py` (`SDLoaderBase.check_ckpt_list`, `load`).
+        """
         name = self._made.file_of(path)
         if name is None:
             return self._engine.load(path, map_location)
-        with self._made.open(name, self._replicas if replicas_load(name) else None) as file:
-            return self._engine.load(file, map_location)
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] == name and callable(map_location):
+            return kept[1]
+        del kept  # its memory is for the next one
+        is_shared = replicas_load(name)
+        with self._made.open(name, self._replicas if is_shared else None) as file:
+            contents = self._engine.load(file, map_location)
+        if is_shared and callable(map_location):
+            self._kept = name, contents
+        return contents
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the engine's own."""
