@@ -62,6 +62,8 @@ _PARTS_AT_ONCE = 8
 _PART_BYTES = 16 << 20
 """Length of the parts of a long read from a store, which are made at the same time."""
 _BUFFER_BYTES = 64 << 10
+_NEAR_BYTES = 64 << 10
+"""A read is made without its block, unless it begins as close behind the last one of its file."""
 
 _Key = tuple[int, int]
 """The number of a file, and the number of a block in it."""
@@ -76,10 +78,15 @@ class _Blocks:
         self._ahead = ahead
         self._lock = threading.Lock()
         self._known: OrderedDict[_Key, Future[ByteArray]] = OrderedDict()
+        self._ends: dict[int, int] = {}
+        """The end of the last read of each file."""
         self._pool: ThreadPoolExecutor | None = None
 
     def read(self, file: int, size_bytes: int, offset: int, buffer: ByteArray) -> None:
-        """Fill `buffer` from the blocks of a file."""
+        """Fill `buffer` from the blocks of a file. A read that no others are near is made alone."""
+        if self._is_alone(file, offset, offset + len(buffer)):
+            self._make.make(file, offset, buffer)
+            return
         done = 0
         while done < len(buffer):
             number, begin = divmod(offset + done, BLOCK_BYTES)
@@ -92,6 +99,13 @@ class _Blocks:
         """Wait for what is being made ahead."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+
+    def _is_alone(self, file: int, offset: int, end: int) -> bool:
+        with self._lock:
+            before, self._ends[file] = self._ends.get(file), end
+            near = before is not None and 0 <= offset - before <= _NEAR_BYTES
+            blocks = range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+            return not near and not any((file, number) in self._known for number in blocks)
 
     def _block(self, key: _Key, size_bytes: int) -> ByteArray:
         with self._lock:
@@ -441,6 +455,8 @@ class VirtualCheckpoint:
         data = np.frombuffer(buffer, dtype=np.uint8)
         if len(data) >= (min(BLOCK_BYTES, _LOCAL_BYTES) if self.checkpoint.is_local else BLOCK_BYTES):
             self._make.make(number, offset, data)
+        elif len(data) and self._is_known(number, offset, offset + len(data)):
+            self.read_known(path, offset, buffer)
         elif len(data):
             self._blocks.read(number, size_bytes, offset, data)
 
@@ -456,15 +472,18 @@ class VirtualCheckpoint:
         info = ObjectInfo(f"/{path}", self.file(path).size_bytes, self.store.scheme)
         self.store.read_into(info, offset, buffer)
 
-    def open(self, path: str, read: Callable[[int, memoryview], None] | None = None) -> BinaryIO:
-        """The file at this path as an open file, for `torch.load` and others that read files.
+    def open(self, path: str) -> BinaryIO:
+        """The file at this path as an open file."""
+        return cast("BinaryIO", io.BufferedReader(self.open_raw(path, partial(self.read_into, path)), _BUFFER_BYTES))
+
+    def open_raw(self, path: str, read: Callable[[int, memoryview], None]) -> io.RawIOBase:
+        """The file at this path without a buffer, for `torch.load`, which reads each record by one call.
 
         Args:
             path: The path.
-            read: Fills memory with bytes of the file from an offset on; by default `read_into` does.
+            read: Fills memory with bytes of the file from an offset on.
         """
-        own = partial(self.read_into, path) if read is None else read
-        return cast("BinaryIO", io.BufferedReader(_VirtualFile(own, self.file(path).size_bytes), _BUFFER_BYTES))
+        return _VirtualFile(read, self.file(path).size_bytes)
 
     def filesystem(self) -> Any:
         """The files as a read-only file system of fsspec."""
@@ -494,6 +513,11 @@ class VirtualCheckpoint:
     def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()
+
+    def _is_known(self, number: int, begin: int, end: int) -> bool:
+        """True if the source's tensors do not decide these bytes of a file: a directory of an archive, a pickle."""
+        template = self.layout.files[number].template
+        return not template.bodies_in(begin, end) and not (self.exact_crcs and template.slots_in(begin, end))
 
     def _number(self, path: str) -> int:
         number = self._numbers.get(path)

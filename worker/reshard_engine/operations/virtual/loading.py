@@ -10,6 +10,7 @@ Source: torch 2.13.0 `serialization.py` (`load`), `distributed/checkpoint/filesy
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -17,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -125,7 +126,7 @@ class StubDirectory:
         return name if name in self.layout.sizes else None
 
     @contextmanager
-    def open(self, name: str, replicas: Any = None) -> Generator[BinaryIO]:
+    def open(self, name: str, replicas: Any = None) -> Generator[io.RawIOBase]:
         """Open a file of the virtual checkpoint, whose reads keep their errors.
 
         Args:
@@ -135,11 +136,11 @@ class StubDirectory:
         """
         read = partial(self._read, name)
         if replicas is None:
-            with self.layout.open(name, read) as file:
+            with self.layout.open_raw(name, read) as file:
                 yield file
             return
         shared = _SharedReads(replicas, read, self.layout.file(name).size_bytes)
-        with closing(shared), self.layout.open(name, shared.read_into) as file:
+        with closing(shared), self.layout.open_raw(name, shared.read_into) as file:
             yield file
 
     def lies_in(self, directory: str | os.PathLike[str]) -> bool:
