@@ -10,11 +10,12 @@ import os
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,15 @@ import numpy.typing as npt
 from reshard.errors import JobError, counted, listed
 from reshard.models.jobs import Progress
 from reshard.models.reports import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide
-from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Counters, FormatFacts, OptimizerState, Question, Scalar
+from reshard_engine.checkpoint import (
+    OF_TRAINING,
+    Checkpoint,
+    Counters,
+    FormatFacts,
+    OptimizerState,
+    Question,
+    Scalar,
+)
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.placing import default_kernel
 from reshard_engine.execute.gather import TensorReader
@@ -285,12 +294,13 @@ def _counterpart(side: Side, weight: int, other: Side, entry: _Entry) -> int | N
     if entry.weight is not None and other.tensor(entry.weight).dtype is dtype:
         return entry.weight
     for number in (entry.states.get(MASTER), entry.weight):
-        if number is not None and _rounds(other.tensor(number).dtype, dtype):
+        if number is not None and rounds_to(other.tensor(number).dtype, dtype):
             return number
     return None
 
 
-def _rounds(wide: Dtype, narrow: Dtype) -> bool:
+def rounds_to(wide: Dtype, narrow: Dtype) -> bool:
+    """True if elements of the first type can be compared with those of the second one after they were rounded."""
     if wide is narrow:
         return True
     return wide.name in _CASTS_FROM and narrow.name in _CASTS_TO and wide.itemsize_bytes > narrow.itemsize_bytes
@@ -678,6 +688,83 @@ def _of_elements(pair: TensorPair, found: ValueDifference, compared_elems: int) 
     )
 
 
+JobT = TypeVar("JobT")
+ResultT = TypeVar("ResultT")
+
+
+def reading_threads(*checkpoints: Checkpoint) -> int:
+    """The number of threads that read these checkpoints."""
+    return min(_THREADS, os.cpu_count() or 1) if all(c.is_local for c in checkpoints) else _REMOTE_THREADS
+
+
+def run_in_order(
+    jobs: Iterable[JobT], work: Callable[[JobT], ResultT], take: Callable[[ResultT], None], *, threads: int
+) -> None:
+    """Do jobs on several threads, and take their results on this thread in the order of the jobs.
+
+    Few jobs are begun ahead of the results that were taken, so that memory is bounded.
+    """
+    under_way: deque[Future[ResultT]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for job in jobs:
+                if len(under_way) > 2 * threads:
+                    take(under_way.popleft().result())
+                under_way.append(pool.submit(work, job))
+            while under_way:
+                take(under_way.popleft().result())
+        finally:
+            for future in under_way:
+                future.cancel()
+
+
+class ReadMeter:
+    """Counts the bytes of an operation that only reads, reports its progress, and stops it."""
+
+    def __init__(
+        self,
+        what: str,
+        bytes_total: int,
+        *,
+        on_progress: Callable[[Progress], None] | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> None:
+        """`what` is the operation as the subject of a sentence."""
+        self._what, self._bytes_total = what, bytes_total
+        self._on_progress, self._should_stop = on_progress, should_stop
+        self._bytes_done = 0
+        self._started = self._reported = time.monotonic()
+
+    def add(self, count_bytes: int) -> None:
+        """Count bytes that were read.
+
+        Raises:
+            JobError: `job.cancelled` if `should_stop` returns True.
+        """
+        self._bytes_done += count_bytes
+        if self._should_stop is not None and self._should_stop():
+            raise JobError(
+                "job.cancelled",
+                f"{self._what} was stopped; nothing was written",
+                fix="run the same command again; it starts anew",
+            )
+        now = time.monotonic()
+        if self._on_progress is None or now - self._reported < _REPORT_EVERY_S:
+            return
+        self._reported = now
+        rate = self._bytes_done / max(now - self._started, 1e-9)
+        total = max(self._bytes_total, self._bytes_done)
+        self._on_progress(
+            Progress(
+                phase="running",
+                bytes_done=self._bytes_done,
+                bytes_total=total,
+                rate_bytes_per_s=rate,
+                eta_s=(total - self._bytes_done) / rate if rate else None,
+            )
+        )
+
+
 class _Reading:
     """Reads the pairs block by block, a few at a time."""
 
@@ -697,28 +784,13 @@ class _Reading:
         """Elements that were compared, by the number of the pair."""
         self._a, self._b, self._pairs = a, b, pairs
         self._sample = sample
-        self._on_progress, self._should_stop = on_progress, should_stop
         self._kernel: CastKernel = default_kernel()
-        self._bytes_total = int(sum(prod(p.shape) * p.dtype.itemsize_bytes for p in pairs) * (sample or 1.0))
-        self._bytes_done = 0
-        self._started = self._reported = time.monotonic()
+        bytes_total = int(sum(prod(p.shape) * p.dtype.itemsize_bytes for p in pairs) * (sample or 1.0))
+        self._meter = ReadMeter("the comparison", bytes_total, on_progress=on_progress, should_stop=should_stop)
 
     def run(self) -> None:
         """Compare every block, or the chosen ones, in the order of the pairs."""
-        local = all(f.store.scheme == "file" for f in (*self._a.files, *self._b.files))
-        threads = min(_THREADS, os.cpu_count() or 1) if local else _REMOTE_THREADS
-        under_way: deque[Future[_Outcome]] = deque()
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                for block in self._blocks():
-                    if len(under_way) > 2 * threads:
-                        self._take(under_way.popleft().result())
-                    under_way.append(pool.submit(self._compare, block))
-                while under_way:
-                    self._take(under_way.popleft().result())
-            finally:
-                for future in under_way:
-                    future.cancel()
+        run_in_order(self._blocks(), self._compare, self._take, threads=reading_threads(self._a, self._b))
 
     def _blocks(self) -> Iterator[_Block]:
         chance = random.SystemRandom()
@@ -740,34 +812,10 @@ class _Reading:
         pair, count = self._pairs[outcome.block.pair], outcome.block.end - outcome.block.begin
         self.read_bytes += outcome.read_bytes
         self.compared[outcome.block.pair] += count
-        self._bytes_done += count * pair.dtype.itemsize_bytes
         if outcome.difference is not None:
             known = self.differences.get(outcome.block.pair)
             # Blocks come in order: the first one of a tensor that differs holds its first difference.
             self.differences[outcome.block.pair] = (
                 outcome.difference if known is None else known.joined(outcome.difference)
             )
-        if self._should_stop is not None and self._should_stop():
-            raise JobError(
-                "job.cancelled",
-                "the comparison was stopped; nothing was written",
-                fix="run the same command again; it starts anew",
-            )
-        self._report()
-
-    def _report(self) -> None:
-        now = time.monotonic()
-        if self._on_progress is None or now - self._reported < _REPORT_EVERY_S:
-            return
-        self._reported = now
-        rate = self._bytes_done / max(now - self._started, 1e-9)
-        total = max(self._bytes_total, self._bytes_done)
-        self._on_progress(
-            Progress(
-                phase="running",
-                bytes_done=self._bytes_done,
-                bytes_total=total,
-                rate_bytes_per_s=rate,
-                eta_s=(total - self._bytes_done) / rate if rate else None,
-            )
-        )
+        self._meter.add(count * pair.dtype.itemsize_bytes)
