@@ -153,6 +153,8 @@ class Format:
     """True if the readers of this format follow `ReadOptions.choices`."""
     layout_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of param groups that follow from the layout of a run; `diff` does not compare them."""
+    implied_fields: ClassVar[Mapping[str, bool]] = {}
+    """Fields of param groups with the value that says what optimizers without the field do; to `diff` it is absent."""
     whole_models: ClassVar[bool] = False
     """True if targets of this format should contain the whole model."""
 

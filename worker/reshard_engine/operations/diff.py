@@ -29,6 +29,7 @@ from reshard_engine.checkpoint import (
     Counters,
     FormatFacts,
     OptimizerState,
+    ParamGroup,
     Question,
     Scalar,
 )
@@ -36,7 +37,7 @@ from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.placing import default_kernel
 from reshard_engine.execute.gather import TensorReader
 from reshard_engine.formats.format import RunFacts
-from reshard_engine.formats.registry import format_of
+from reshard_engine.formats.registry import format_of, formats
 from reshard_engine.pickles.nodes import Node, PTensorRef
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, same_scalar, text_of
 from reshard_engine.tensors.dtypes import Dtype
@@ -369,12 +370,9 @@ class FactComparison:
             self._notes.append("a side carries no hyper-parameters (list-form states): not compared")
             return
         lone: dict[str, None] = {}
-        of_layout = format_of(self._a).layout_fields | format_of(self._b).layout_fields
         for (left, right), first, count in self._matching.group_pairs():
-            mine, theirs = a.groups[left].hyper_parameters, b.groups[right].hyper_parameters
+            mine, theirs = hyper_parameters(a.groups[left]), hyper_parameters(b.groups[right])
             for key in dict.fromkeys((*mine, *theirs)):
-                if key == _COUNTER or key in of_layout:
-                    continue
                 if self._a.family != self._b.family and not (key in mine and key in theirs):
                     lone[str(key)] = None
                     continue
@@ -444,6 +442,17 @@ class FactComparison:
             return
         pair = TensorPair(name, state or "value", *numbers, left.dtype, rounded=False, shape=left.shape)
         self._pairs.append(pair)
+
+
+def hyper_parameters(group: ParamGroup) -> dict[str | int, Node]:
+    """The values of a param group that say something in every layout and framework.
+
+    A layout decides some of them, some say what is so without them, and the step is a number of each parameter.
+    """
+    left_out = {_COUNTER}.union(*(known.layout_fields for known in formats()))
+    implied = {key: value for known in formats() for key, value in known.implied_fields.items()}
+    said = ((key, value) for key, value in group.hyper_parameters.items() if key not in left_out)
+    return {key: value for key, value in said if not (key in implied and implied[key] is value)}
 
 
 def _shared_facts(side: Checkpoint, counters: Sequence[str]) -> RunFacts:

@@ -40,6 +40,8 @@ class DeepSpeed(Format):
         needed=("_states.pt", "optimizer_state.pt"),
     )
     targets = (TargetFormat.ZERO, TargetFormat.UNIVERSAL)
+    # DeepSpeed's Adam asks for it, and torch's Adam always does so: see `optimizer.groups_of`.
+    implied_fields: ClassVar[Mapping[str, bool]] = {"bias_correction": True}
 
     def writer(self, target: str) -> Writer:
         """The writer of universal or of native checkpoints."""
