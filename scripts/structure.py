@@ -149,7 +149,8 @@ AT_MOST = {
     # Six for targets that are never written: a package with their files (`operations.virtual.checkpoint`), torch's
     # reader of them, programs that load them by path, and their mounts; the records of those that a service serves
     # (`reshard_jobs.layouts`), and the revision of their tables.
-    "modules": 274,
+    # One for digests of a state (`operations.fingerprint`).
+    "modules": 275,
     # 25, and one more: the parts of ranks.
     "modules with one importer, in the same package": 26,
     "files in the largest folder": 15,
@@ -157,7 +158,7 @@ AT_MOST = {
     "modules of dcp's reader and metadata": 12,
     "modules outside reshard.cli that import it": 0,
     "modules of the client in circles": 0,
-    "imports inside functions": 65,
+    "imports inside functions": 67,
 }
 AT_LEAST = {"median lines of a module": 180}
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         SourceError,
         StorageError,
     )
-    from reshard.functions import convert, diff, inspect, open_layout, picture, plan, verify
+    from reshard.functions import convert, diff, fingerprint, inspect, open_layout, picture, plan, verify
     from reshard.local import VirtualCheckpoint
     from reshard.models.jobs import (
         ConvertRequest,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         Progress,
         VerifyReport,
     )
-    from reshard.models.reports import DiffOptions, DiffReport, LayoutPair, LayoutPicture
+    from reshard.models.reports import DiffOptions, DiffReport, FingerprintReport, LayoutPair, LayoutPicture
     from reshard.options import SourceSpec
 
     __version__: str
@@ -48,6 +48,7 @@ __all__ = [
     "DiffOptions",
     "DiffReport",
     "ExitCode",
+    "FingerprintReport",
     "Inspection",
     "IntegrityError",
     "Job",
@@ -75,6 +76,7 @@ __all__ = [
     "diff",
     "direct",
     "ensure",
+    "fingerprint",
     "inspect",
     "open_layout",
     "picture",
@@ -84,8 +86,8 @@ __all__ = [
 
 _HOME = {
     **dict.fromkeys(("convert", "open_layout", "plan"), "reshard.functions"),
-    **dict.fromkeys(("diff", "inspect", "picture", "verify"), "reshard.functions"),
-    **dict.fromkeys(("DiffOptions", "DiffReport"), "reshard.models.reports"),
+    **dict.fromkeys(("diff", "fingerprint", "inspect", "picture", "verify"), "reshard.functions"),
+    **dict.fromkeys(("DiffOptions", "DiffReport", "FingerprintReport"), "reshard.models.reports"),
     **dict.fromkeys(("LayoutPair", "LayoutPicture"), "reshard.models.reports"),
     **dict.fromkeys(
         (

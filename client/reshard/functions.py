@@ -1,4 +1,4 @@
-"""The functions of `import reshard`: convert and plan, inspect, picture, verify and diff, with their arguments."""
+"""The functions of `import reshard`: convert and plan, inspect, picture, verify, diff and fingerprint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reshard.installed_formats import nested
 from reshard.local import VirtualCheckpoint, load_client, load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, VerifyReport
 from reshard.models.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
-from reshard.models.reports import DiffOptions, DiffReport, LayoutPicture
+from reshard.models.reports import DiffOptions, DiffReport, FingerprintOptions, FingerprintReport, LayoutPicture
 from reshard.option import PathLike, parse_percent, read_rules
 from reshard.options import DeepSpeedOptions, Options, SourceSpec
 from reshard.progress import progress_of
@@ -378,7 +378,7 @@ def open_layout(
     return load_engine().open_layout(request, exact_crcs=exact_crcs, compare=compare)
 
 
-# Functions of `import reshard` that look at checkpoints: `inspect`, `picture`, `verify`, `diff`.
+# Functions of `import reshard` that look at checkpoints: `inspect`, `picture`, `verify`, `diff`, `fingerprint`.
 
 
 @takes_keywords(options_of_source())
@@ -531,22 +531,75 @@ def diff(
         >>> diff("tests/data/zero2_tiny", "tests/data/zero2_tiny").equal
         True
     """
-    if states not in ("all", "weights"):
-        raise RequestError("request.invalid", f"states is {printable(states)!r}", fix="states is one of: all, weights")
+    only = _weights_only(states)
     sides = (source_of(a, of_side(given, "a")), source_of(b, of_side(given, "b")))
-    deepspeed = DeepSpeedOptions(rules=None if rules is None else read_rules(Path(rules)), family=family)
+    options = _cuts_of(rules, family)
     try:
         asked = DiffOptions(
-            weights_only=weights_only or states == "weights",
+            weights_only=weights_only or only,
             common=common,
             ignore=tuple(ignore or ()),
             sample=fraction_of(sample),
-            options=Options(deepspeed=deepspeed),
+            options=options,
         )
     except ValidationError as error:
         raise invalid(error, keywords(), keywords=True) from None
     with progress_of(on_progress, progress) as show:
         return load_engine().diff(*sides, asked, on_progress=show)
+
+
+@takes_keywords(options_of_source())
+def fingerprint(
+    source: PathLike,
+    *,
+    states: str = "all",
+    tensors: bool = False,
+    rules: PathLike | None = None,
+    family: str | None = None,
+    on_progress: OnProgress | None = None,
+    progress: bool | None = None,
+    **given: Unpack[SourceKeywords],
+) -> FingerprintReport:
+    """Digest the state of a checkpoint: equal digests for equal states, in every layout and format.
+
+    Args:
+        source: A checkpoint, as for `inspect`.
+        **given: The options of the source.
+        states: `all`, or `weights` for the model alone, as of a file of weights.
+        tensors: True for the lines that are digested as well: one for each tensor and value.
+        rules: File of rules (YAML) for a tensor-parallel source that does not say how it is cut.
+        family: Built-in set of rules, such as `gpt-megatron`.
+        on_progress: Called with each `Progress`, from one thread at a time.
+        progress: True for a bar, False for none; by default as for `convert`.
+
+    Returns:
+        The report; `digest` is that of the whole state, and `components` has that of each part.
+
+    Raises:
+        RequestError: `request.invalid`.
+        SourceError: The checkpoint is missing, damaged, hostile or of an unsupported kind.
+        StorageError: The storage refused or failed.
+
+    Examples:
+        >>> one, other = fingerprint("tests/data/zero2_tiny"), fingerprint("tests/data/zero2_python3112")
+        >>> one.digest == other.digest
+        True
+    """
+    spec = source_of(source, given)
+    options = FingerprintOptions(weights_only=_weights_only(states), lines=tensors, options=_cuts_of(rules, family))
+    with progress_of(on_progress, progress) as show:
+        return load_engine().fingerprint(spec, options, on_progress=show)
+
+
+def _weights_only(states: str) -> bool:
+    if states not in ("all", "weights"):
+        raise RequestError("request.invalid", f"states is {printable(states)!r}", fix="states is one of: all, weights")
+    return states == "weights"
+
+
+def _cuts_of(rules: PathLike | None, family: str | None) -> Options:
+    """The options that say how tensor parallelism cut a checkpoint."""
+    return Options(deepspeed=DeepSpeedOptions(rules=None if rules is None else read_rules(Path(rules)), family=family))
 
 
 def _beside(spec: SourceSpec, tensor: str | None) -> LayoutPicture:

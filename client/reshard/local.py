@@ -43,7 +43,14 @@ if TYPE_CHECKING:
         VerifyReport,
         WorkShare,
     )
-    from reshard.models.reports import DiffOptions, DiffReport, LayoutPair, LayoutPicture
+    from reshard.models.reports import (
+        DiffOptions,
+        DiffReport,
+        FingerprintOptions,
+        FingerprintReport,
+        LayoutPair,
+        LayoutPicture,
+    )
     from reshard.options import SourceSpec
     from reshard.shared_work import SharedWork
 
@@ -390,6 +397,17 @@ class Engine(Protocol):
         should_stop: Callable[[], bool] | None = None,
     ) -> DiffReport:
         """Compare two checkpoints by logical tensor, whatever their layouts and formats; nothing is written."""
+        ...
+
+    def fingerprint(
+        self,
+        source: SourceSpec,
+        options: FingerprintOptions,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> FingerprintReport:
+        """Digest the state of a checkpoint, whatever its layout and format; nothing is written."""
         ...
 
     def clean(

@@ -23,7 +23,18 @@ from reshard.cli.main import app
 GOLDEN = Path(__file__).with_name("golden")
 WIDTHS = (80, 120)
 ROOT: Any = typer.main.get_command(app)
-LOCAL = ("inspect", "plan", "convert", "verify", "diff", "slim", "clean", "zero-to-fp32", "zero-to-torch")
+LOCAL = (
+    "inspect",
+    "plan",
+    "convert",
+    "verify",
+    "diff",
+    "fingerprint",
+    "slim",
+    "clean",
+    "zero-to-fp32",
+    "zero-to-torch",
+)
 
 
 def commands() -> dict[str, Any]:

@@ -38,6 +38,7 @@ FLAGS: dict[str, tuple[set[str], set[str]]] = {
     "convert": ({"dry_run"}, {"options", "wait_timeout", *HERE}),  # a dry run is `plan`
     "verify": (set(), set()),
     "diff": ({"all"}, {"on_progress", "progress"}),
+    "fingerprint": (set(), {"on_progress", "progress"}),
 }
 """By function: flags that are not arguments, and arguments that are not flags."""
 
@@ -88,12 +89,15 @@ def test_ensure_has_the_flags_of_its_command() -> None:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the checkpoints under the path that examples name them by."""
     shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny", tmp_path / "tests" / "data" / "zero2_tiny")
-    shutil.copytree(ROOT / "tests" / "data" / "zero3_tiny", tmp_path / "tests" / "data" / "zero3_tiny")
+    for name in ("zero3_tiny", "zero2_python3112"):
+        shutil.copytree(ROOT / "tests" / "data" / name, tmp_path / "tests" / "data" / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["inspect", "picture", "plan", "convert", "open_layout", "verify", "diff"])
+@pytest.mark.parametrize(
+    "name", ["inspect", "picture", "plan", "convert", "open_layout", "verify", "diff", "fingerprint"]
+)
 def test_the_example_of_each_function_runs(name: str, workplace: Path) -> None:
     function = getattr(reshard, name)
     (found,) = doctest.DocTestFinder(recurse=False).find(
@@ -108,7 +112,10 @@ def test_documented_arguments_are_the_arguments() -> None:
     """Each public function and method says what its arguments are, what it returns and what it raises."""
     calls = {
         name: getattr(reshard, name)
-        for name in ("inspect", "picture", "plan", "convert", "open_layout", "verify", "diff", "ensure", "direct")
+        for name in (
+            *("inspect", "picture", "plan", "convert", "open_layout", "verify", "diff", "fingerprint", "ensure"),
+            "direct",
+        )
     }
     for kind in (Client, Webhooks, Layouts, AdminClient):
         for name, value in vars(kind).items():

@@ -21,7 +21,7 @@ from reshard.choices import TargetFormat, WeightDtype
 from reshard.cli.main import run
 from reshard.local import load_engine
 from reshard.models.jobs import Progress
-from reshard.models.reports import DifferenceKind, DiffOptions, DiffReport
+from reshard.models.reports import DifferenceKind, DiffOptions, DiffReport, FingerprintOptions
 from reshard.options import SourceSpec
 from reshard_engine import local as engine_module
 from reshard_engine.operations import diff as comparison
@@ -95,6 +95,13 @@ def diff(a: Path, b: Path, **options: Any) -> DiffReport:
     return load_engine().diff(SourceSpec(url=str(a)), SourceSpec(url=str(b)), DiffOptions(**options))
 
 
+def same(a: Path, b: Path, *parts: str) -> bool:
+    """True if two checkpoints have the same fingerprint: of the whole and of the run, or only of these components."""
+    one, other = (load_engine().fingerprint(SourceSpec(url=str(p)), FingerprintOptions()) for p in (a, b))
+    whole = bool(parts) or one.digest == other.digest
+    return whole and all(one.components[p] == other.components[p] for p in parts or ("run",))
+
+
 def found(report: DiffReport) -> list[tuple[str, str, str]]:
     return [(d.kind.value, d.name, d.state) for d in report.differences]
 
@@ -123,6 +130,7 @@ def test_one_state_in_two_cuts_is_equal(cut: Layout, tmp_path: Path) -> None:
         assert report.identical == report.tensors
         assert report.elements >= 3 * 46 + 6 + 2 + 4
         assert report.values > 10
+    assert same(a, b)
     rounded = [n for n in diff(a, b).notes if "rounded to bfloat16" in n]
     assert len(rounded) == (0 if cut.stage == 3 else 1)
 
@@ -147,6 +155,7 @@ def test_drawn_runs_are_equal_in_any_two_cuts(tmp_path_factory: pytest.TempPathF
     report = diff(a, b, ignore=("*/weight",))
     assert found(report) == []
     assert report.tensors >= len(case.state.trained)
+    assert same(a, b, "masters", "moments", "counters", "groups", "run")
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
@@ -161,6 +170,8 @@ def test_the_universal_form_is_equal_to_its_source(tmp_path_factory: pytest.Temp
     converted(source, ours, to=TargetFormat.UNIVERSAL)
     assert found(diff(source, tool)) == []
     assert found(diff(source, ours)) == []
+    assert same(source, tool)
+    assert same(source, ours)
 
 
 def test_weights_alone_are_compared_rounded_and_the_rest_is_said_to_be_missing(tmp_path: Path) -> None:
@@ -287,6 +298,7 @@ def test_each_difference_is_found_and_nothing_else(what: str, stages: tuple[Any,
     report = diff(a, b)
     assert sorted(found(report)) == expected
     assert not report.equal
+    assert not same(a, b)
     assert found(diff(a, b, ignore=tuple(name for _, name, _ in expected))) == []
 
 
@@ -312,6 +324,7 @@ def test_groups_in_another_order_are_the_same_groups(tmp_path: Path) -> None:
     other = replace(state, parameters=swapped, groups=(GROUPS[1], GROUPS[0]))
     a, b = saved(tmp_path / "a", state, Layout(2, 2)), saved(tmp_path / "b", other, Layout(1, 3))
     assert found(diff(a, b)) == []
+    assert same(a, b)
 
 
 # -- tensor parallelism ---------------------------------------------------------------------------------

@@ -27,7 +27,14 @@ from reshard.models.jobs import (
     VerifyReport,
     WorkShare,
 )
-from reshard.models.reports import DiffOptions, DiffReport, LayoutPair, LayoutPicture
+from reshard.models.reports import (
+    DiffOptions,
+    DiffReport,
+    FingerprintOptions,
+    FingerprintReport,
+    LayoutPair,
+    LayoutPicture,
+)
 from reshard.options import SourceSpec
 from reshard.shared_work import SharedWork
 from reshard.wire_model import invalid
@@ -262,6 +269,21 @@ class LocalEngine:
             for s in (a, b)
         )
         return diff_checkpoints(left, right, options, on_progress=on_progress, should_stop=should_stop)
+
+    def fingerprint(
+        self,
+        source: SourceSpec,
+        options: FingerprintOptions,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> FingerprintReport:
+        """Digest the state of a checkpoint. Foreign objects are digested as data, never refused."""
+        from reshard_engine.operations.fingerprint import fingerprint_of
+
+        place, ledger = open_location(source.url, source.profile), OpaqueLedger(OpaquePolicy.KEEP)
+        checkpoint = read_checkpoint(place, source.tag, ledger, rules_of(options.options), source)
+        return fingerprint_of(checkpoint, options, on_progress=on_progress, should_stop=should_stop)
 
     def clean(
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False

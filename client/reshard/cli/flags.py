@@ -415,6 +415,11 @@ def takes_source(command: Callable[..., None]) -> Callable[..., None]:
     return _taking(command, {"flags": (SourceFlags, "")})
 
 
+def takes_cut_source(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of a source in place of `flags`, and with `cuts`: how its tensors are cut."""
+    return _taking(command, {"flags": (SourceFlags, ""), "cuts": (CutFlags, "")})
+
+
 def takes_ensured(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the options of `EnsureFlags` in place of its parameter `flags`."""
     return _taking(command, {"flags": (EnsureFlags, "")})

@@ -62,6 +62,10 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("Is anything different?", "reshard diff run1 run2/global_step100"),
         ("Only weights, without the biases", "reshard diff run1 weights --weights-only --common --ignore '*.bias'"),
     ),
+    "fingerprint": (
+        ("One digest of the state; equal states have equal ones", "reshard fingerprint run1"),
+        ("Each tensor's digest, of the model alone", "reshard fingerprint weights --states weights --tensors"),
+    ),
     "ensure": (
         ("In a job script: a checkpoint for 16 ranks", "CKPT=$(reshard ensure run1 --dp 16)"),
         ("For the ranks of this launch, by a service", "reshard ensure run1 --url http://reshard:8000"),

@@ -1,4 +1,4 @@
-"""The commands that run in this process, without a service: inspect, plan, convert, verify, diff, clean, slim."""
+"""The commands that run in this process, without a service, such as inspect, plan, convert, verify and diff."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from reshard.cli.flags import (
     SourceFlags,
     choice,
     takes_conversion,
+    takes_cut_source,
     takes_layout,
     takes_source,
     takes_two_sources,
@@ -75,8 +76,8 @@ from reshard.progress import progress_shown
 
 if TYPE_CHECKING:
     from reshard.models.jobs import CleanReport, ConvertRequest, ConvertResult, Inspection, PlanSummary, VerifyReport
-    from reshard.models.reports import Difference, DiffReport, DiffSide
-    from reshard.options import SourceSpec
+    from reshard.models.reports import Difference, DiffReport, DiffSide, FingerprintReport
+    from reshard.options import Options, SourceSpec
     from reshard.shared_work import SharedWork
 
 
@@ -458,20 +459,25 @@ def diff(
     state.
     """
     from reshard.models.reports import DiffOptions
-    from reshard.options import DeepSpeedOptions, Options
 
     options = DiffOptions(
         weights_only=weights_only or states is States.WEIGHTS,
         common=common,
         ignore=tuple(ignore or ()),
         sample=None if sample is None else parse_percent(sample),
-        options=Options(deepspeed=DeepSpeedOptions(**cuts.values())),
+        options=_options_of(cuts),
     )
     with progress_shown(quiet=quiet) as show:
         report = load_engine().diff(flags_a.spec(a), flags_b.spec(b), options, on_progress=show)
     say(*([report.model_dump_json()] if as_json else report_lines(report, every=every)))
     if not report.equal:
         raise typer.Exit(int(ExitCode.MISMATCH))
+
+
+def _options_of(cuts: CutFlags) -> Options:
+    from reshard.options import DeepSpeedOptions, Options
+
+    return Options(deepspeed=DeepSpeedOptions(**cuts.values()))
 
 
 def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:
@@ -528,6 +534,65 @@ def _elements(found: Difference) -> str:
     if found.compared_as is not None:
         parts.append(f"as {found.compared_as}")
     return ", ".join(parts)
+
+
+# The `fingerprint` command: digests of a checkpoint's state that do not depend on its layout.
+
+
+def register_fingerprint(app: typer.Typer) -> None:
+    """Add the command of this module to the app."""
+    app.command(cls=OptionsCommand, rich_help_panel=HERE)(fingerprint)
+
+
+@takes_cut_source
+def fingerprint(
+    source: Source,
+    *,
+    flags: SourceFlags,
+    cuts: CutFlags,
+    states: Annotated[
+        States,
+        choice(States, help="`weights`: only the model, as of a file of weights.", rich_help_panel=COMPARISON),
+    ] = States.ALL,
+    tensors: Annotated[
+        bool,
+        typer.Option(
+            "--tensors", help="List the lines that are digested: each tensor and value.", rich_help_panel=GENERAL
+        ),
+    ] = False,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Digest the state of a checkpoint: equal digests for equal states, in every layout and format.
+
+    The first line on stdout is the digest of the whole. The others are the digests of its components.
+    """
+    from reshard.models.reports import FingerprintOptions
+
+    options = FingerprintOptions(
+        weights_only=states is States.WEIGHTS,
+        lines=tensors,
+        options=_options_of(cuts),
+    )
+    with progress_shown(quiet=quiet) as show:
+        report = load_engine().fingerprint(flags.spec(source), options, on_progress=show)
+    if as_json:
+        say(report.model_dump_json())
+        return
+    say(*fingerprint_lines(report))
+    for line in not_carried_lines(report.not_carried):
+        hint(line)
+
+
+def fingerprint_lines(report: FingerprintReport) -> Iterator[str]:
+    """A fingerprint as lines of text: the digest of the whole first, then that of each component with its lines."""
+    yield report.digest
+    for name, digest in report.components.items():
+        yield f"  {name:10}{digest or 'absent'}"
+        yield from (f"    {line}" for line in report.lines.get(name, ()))
+    yield f"  {counted(report.tensors, 'tensor')}; read {format_size(report.read_bytes)} in {report.seconds:.1f} s"
+    for note in report.notes:
+        yield f"  note: {printable(note)}"
 
 
 # `reshard mount`: a target that is not written, as read-only files.

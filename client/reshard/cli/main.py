@@ -26,6 +26,7 @@ app = Commands(
 )
 local.register(app)
 local.register_diff(app)
+local.register_fingerprint(app)
 ensuring.register(app)
 local.register_mount(app)
 drop_in.register(app)

@@ -1,4 +1,4 @@
-"""Wire models of reports: comparisons of checkpoints, and layouts with their pictures."""
+"""Wire models of reports: comparisons and fingerprints of checkpoints, and layouts with their pictures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 
 from reshard.errors import counted
 from reshard.installed_formats import OfInstalledFormats
+from reshard.models.jobs import NotCarried
 from reshard.options import Options
 from reshard.wire_model import SCHEMA_VERSION, RenderedModel, ShownModel, WireModel
 
@@ -143,6 +144,45 @@ class DiffReport(ShownModel):
             tensors = f"{counted(len(those), 'tensor')} {'differs' if len(those) == 1 else 'differ'}"
             counts.append(f"{tensors} bit by bit, in {differing:,} of {counted(elements, 'element')}")
         return f"different: {', '.join(counts)}"
+
+
+# Wire models of a fingerprint: digests of a checkpoint's state that do not depend on its layout.
+
+
+class FingerprintOptions(WireModel):
+    """The options of a fingerprint."""
+
+    weights_only: bool = False
+    """Digest weights, masters and buffers only, as for a checkpoint without a training state."""
+    lines: bool = False
+    """Also return the lines that the digests are made of, which name every tensor."""
+    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=Options)
+    """Options of single formats, by format."""
+
+
+class FingerprintReport(WireModel):
+    """The digests of a checkpoint's state. docs/formats/fingerprint.md specifies them."""
+
+    schema_version: int = SCHEMA_VERSION
+    url: str
+    tag: str | None
+    format: str
+    step: int | None
+    weights_only: bool
+    digest: str
+    """The digest of the whole: of the model, the moments, the counters and the groups. SHA-256 in hex, as all."""
+    components: dict[str, str | None]
+    """The digest of each component; None for one that the checkpoint lacks, or that was not asked for."""
+    lines: dict[str, tuple[str, ...]] = Field(default_factory=dict[str, tuple[str, ...]])
+    """The lines of each component, each a JSON array; empty unless they were asked for."""
+    tensors: int
+    """Number of tensors that were read."""
+    read_bytes: int
+    notes: tuple[str, ...] = ()
+    """Notes on what no digest covers, and on what contradicts itself in the checkpoint."""
+    not_carried: tuple[NotCarried, ...] = ()
+    """Everything that the checkpoint holds and the reader does not read: it is in no digest."""
+    seconds: float
 
 
 # Wire models of a checkpoint's layout: the file that holds each part of each tensor.

@@ -1,7 +1,8 @@
-"""Trees of inert nodes: copied with other tensors, compared, and as state dicts with key paths."""
+"""Trees of inert nodes: copied with other tensors, compared, as canonical text, and as state dicts with key paths."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -307,6 +308,94 @@ def _text(node: Node, depth: int) -> str:
     if is_mapping(node):
         return f"a mapping of {counted(len(_entries(node)), 'entry', 'entries')}"
     return "a tensor" if isinstance(node, PTensor | PTensorRef) else kind_of(node)
+
+
+# The canonical text of a tree, which is the same for two trees exactly if `compare_trees` finds no difference in them.
+
+_MOST_CHARS = 64 << 20
+"""The longest text of a tree. Aliases within aliases could make it as long as a power of two."""
+
+
+def canonical(node: Node, tensor: Callable[[Any], Node]) -> str:
+    """The tree as JSON without spaces, in ASCII. `tensor` turns a tensor of the tree into values that JSON has.
+
+    A number without a fraction is written as an integer; a list and a tuple as an array; a mapping as an object with
+    sorted keys. Other values are objects with one key that begins with a dollar sign.
+
+    Raises:
+        SourceError: `pickle.too_deep`, also for lists and mappings that contain themselves; `pickle.too_much_memory`
+            for a text of more than 64 MiB; `checkpoint.malformed` for a value of another kind.
+    """
+    return _Writer(tensor).text(node, 0)
+
+
+class _Writer:
+    """The canonical text of one tree. It writes each node once, so that aliases cost nothing.
+
+    A level of nesting takes three frames of Python's stack, as in other walks: `PickleLimits.value_depth`.
+    """
+
+    def __init__(self, tensor: Callable[[Any], Node]) -> None:
+        self._tensor = tensor
+        self._memo: dict[int, str] = {}
+
+    def text(self, node: Node, depth: int) -> str:
+        check_depth(depth)
+        if type(node) in _SCALARS or isinstance(node, Global):
+            return _leaf(node)
+        if (known := self._memo.get(id(node))) is not None:
+            return known
+        made = self._memo[id(node)] = self._inner(node, depth + 1)
+        if len(made) > _MOST_CHARS:
+            raise SourceError("pickle.too_much_memory", f"a value has {len(made):,} characters when it is written out")
+        return made
+
+    def _inner(self, node: Node, depth: int) -> str:
+        match node:
+            case PTensor() | PTensorRef() | PLiteral():
+                return self._tagged("tensor", json.dumps(self._tensor(node), separators=(",", ":")))
+            case PBytearray():
+                return self._tagged("bytearray", f'"{node.data.hex()}"')
+            case PSet():
+                return self._tagged("set", self._array(sorted([self.text(i, depth) for i in node.items])))
+            case PList() | PTuple():
+                return self._array([self.text(i, depth) for i in node.items])
+            case _ if is_mapping(node):
+                return self._mapping(_entries(node), depth)
+            case PObject():
+                parts = (node.cls, node.how, node.has_state, node.args, node.kwargs, node.state)
+                texts = [self.text(part, depth) for part in parts]
+                texts.append(self._array([self.text(item, depth) for item in node.appends]))
+                return self._tagged("object", self._array([*texts, self._mapping(_pairs(node.items), depth)]))
+            case _:
+                raise SourceError("checkpoint.malformed", f"{kind_of(node)} stands where a plain value is expected")
+
+    def _mapping(self, entries: _Entries, depth: int) -> str:
+        texts: dict[tuple[str, bool], str] = {}
+        for key, value in entries.items():
+            texts[key] = self.text(value, depth)
+        if all(is_text and not key.startswith("$") for key, is_text in texts):
+            return "{" + ",".join(f"{json.dumps(key)}:{text}" for (key, _), text in sorted(texts.items())) + "}"
+        pairs = sorted(f"[{json.dumps(key)},{_leaf(is_text)},{text}]" for (key, is_text), text in texts.items())
+        return self._tagged("mapping", self._array(pairs))
+
+    @staticmethod
+    def _array(texts: Iterable[str]) -> str:
+        return f"[{','.join(texts)}]"
+
+    @staticmethod
+    def _tagged(kind: str, text: str) -> str:
+        return f'{{"${kind}":{text}}}'
+
+
+def _leaf(node: Node) -> str:
+    """The text of a scalar or a name. Equal numbers have one text, whatever their types: 3 and 3.0, 0 and -0.0."""
+    if isinstance(node, float):
+        whole = math.isfinite(node) and node.is_integer()
+        return str(int(node)) if whole else json.dumps(node)
+    if isinstance(node, bytes):
+        return f'{{"$bytes":"{node.hex()}"}}'
+    return f'{{"$name":{json.dumps(_name(node))}}}' if isinstance(node, Global) else json.dumps(node)
 
 
 # A model's state dict as entries with key paths: flat as torch makes it, or nested as Megatron nests it.
