@@ -150,7 +150,8 @@ AT_MOST = {
     # reader of them, programs that load them by path, and their mounts; the records of those that a service serves
     # (`reshard_jobs.layouts`), and the revision of their tables.
     # One for digests of a state (`operations.fingerprint`).
-    "modules": 275,
+    # One for plans as files (`reshard.api.plan_files`).
+    "modules": 276,
     # 25, and one more: the parts of ranks.
     "modules with one importer, in the same package": 26,
     "files in the largest folder": 15,

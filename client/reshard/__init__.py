@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.api.async_client import AsyncClient
     from reshard.api.client import Client
+    from reshard.api.plan_files import read_plan
     from reshard.choices import JobState, OpaquePolicy, TargetFormat, WeightDtype
     from reshard.draw.layout import Picture
     from reshard.ensuring.call import direct, ensure
@@ -81,6 +82,7 @@ __all__ = [
     "open_layout",
     "picture",
     "plan",
+    "read_plan",
     "verify",
 ]
 
@@ -102,6 +104,7 @@ _HOME = {
     "VirtualCheckpoint": "reshard.local",
     "direct": "reshard.ensuring",
     "ensure": "reshard.ensuring",
+    "read_plan": "reshard.api.plan_files",
 }
 """The module of each public name; names that are not here are models."""
 

@@ -61,6 +61,9 @@ CODES: Mapping[str, CodeEntry] = {
         ExitCode.CONFLICT,
         "The target exists and is not the result of this conversion, or `latest` beside it names a later step.",
     ),
+    "request.plan_changed": CodeEntry(
+        409, ExitCode.CONFLICT, "The source, or the release, is not the one that the saved plan was made with."
+    ),
     "request.target_busy": CodeEntry(409, ExitCode.CONFLICT, "Another conversion is writing the target."),
     "request.overlap": CodeEntry(422, ExitCode.USAGE, "Source and target overlap."),
     "request.budget_too_small": CodeEntry(422, ExitCode.REFUSED, "No plan fits the memory limit."),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from pydantic import ValidationError
 
+from reshard.api.plan_files import read_plan, run_as_planned, save_plan
 from reshard.choices import TargetFormat
 from reshard.declared import Declared, declared_options, options_of_layout, options_of_source, present_names
 from reshard.draw.layout import Picture
@@ -186,11 +187,12 @@ def plan(
     *,
     to: TargetFormat | str,
     options: Mapping[str, Any] | None = None,
+    out: PathLike | None = None,
     url: str | None = None,
     token: str | None = None,
     **given: Unpack[ConversionKeywords],
 ) -> PlanSummary:
-    """Show the reads, writes and memory of `convert` with the same arguments; nothing is written.
+    """Show the reads, writes and memory of `convert` with the same arguments; nothing is written but the file `out`.
 
     Args:
         source: A checkpoint, as for `inspect`.
@@ -198,6 +200,7 @@ def plan(
         to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
         **given: The options, as the flags of `reshard convert`.
         options: Options of formats of other packages, by format.
+        out: A file to save the plan in: `convert(plan=...)` runs exactly that.
         url: URL of a service that plans, in place of this process.
         token: Token of the service; by default `RESHARD_TOKEN`.
 
@@ -218,16 +221,21 @@ def plan(
     request = request_of(given, "see help(reshard.plan)", to_service=url is not None, named=named)
     if url is not None:
         with client_of(url, token) as client:
-            return client.plan_request(request)
-    return load_engine().plan(request).drawn_from(request)
+            found = client.plan_request(request)
+    else:
+        found = load_engine().plan(request).drawn_from(request)
+    if out is not None:
+        save_plan(out, request, found)
+    return found
 
 
 @takes_keywords(declared_options())
 def convert(
-    source: PathLike,
-    target: PathLike,
+    source: PathLike | None = None,
+    target: PathLike | None = None,
     *,
-    to: TargetFormat | str,
+    to: TargetFormat | str | None = None,
+    plan: PathLike | None = None,
     options: Mapping[str, Any] | None = None,
     workers: int | str | None = None,
     worker: int | None = None,
@@ -248,6 +256,8 @@ def convert(
         target: The target; for `universal` and `zero`, the tag directory.
         to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
         **given: The options, as the flags of `reshard convert`.
+        plan: A file of `plan(out=...)` or `reshard plan --out`, in place of `source`, `target`, `to` and the
+            options that decide bytes. A conversion that would be another one now is refused (`request.plan_changed`).
         options: Options of formats of other packages, by format.
         workers: Number of processes that make this call together, each with its `worker`; `auto`: the launcher's.
         worker: Number of this process, from 0 to `workers` - 1.
@@ -262,7 +272,8 @@ def convert(
 
     Raises:
         RequestError: The arguments do not go together, or not with the source; `request.target_exists`,
-            `request.target_busy`; `request.engine_missing`.
+            `request.target_busy`; `request.plan_changed`; `request.engine_missing`.
+        TypeError: Neither a plan nor all of source, target and `to` are given.
         SourceError: The checkpoint is missing, damaged, hostile or of an unsupported kind.
         StorageError: The storage refused or failed; the same call resumes.
         IntegrityError: The output does not verify.
@@ -274,7 +285,9 @@ def convert(
         ['model.safetensors']
     """
     named = {"source": source, "target": target, "to": to, "options": options}
-    request = request_of(given, "see help(reshard.convert)", to_service=url is not None, named=named)
+    request = _planned(plan, given, named) or request_of(
+        given, "see help(reshard.convert)", to_service=url is not None, named=named
+    )
     if url is not None:
         if workers is not None or worker is not None:
             raise RequestError(
@@ -288,6 +301,24 @@ def convert(
     with progress_of(on_progress, progress) as show:
         result = _by_engine(partial(load_engine().convert, request, work=work, on_progress=show), request, wait_timeout)
     return result.drawn_from(request)
+
+
+def _planned(plan: PathLike | None, given: Mapping[str, Any], named: Mapping[str, Any]) -> ConvertRequest | None:
+    """The request of a plan file, if one is named, with the options of the run that are given beside it.
+
+    Raises:
+        RequestError: `request.invalid`.
+        TypeError: Neither a plan nor what stands for one is given, or an option has an unknown name.
+    """
+    said = [name for name, value in named.items() if value is not None]
+    if plan is None:
+        if missing := [name for name in ("source", "target", "to") if named[name] is None]:
+            raise TypeError(f"convert() needs {', '.join(missing)}, or a plan")
+        return None
+    options = present_names({n: v for n, v in given.items() if v is not None}, declared_options())
+    if unknown := next((name for name in options if name not in declared_options()), None):
+        raise TypeError(f"got an unexpected keyword argument {unknown!r}")
+    return run_as_planned(read_plan(plan), {**dict.fromkeys(said), **options}, {})
 
 
 def _by_engine(run: Callable[..., ConvertResult], request: ConvertRequest, wait_timeout: float | None) -> ConvertResult:

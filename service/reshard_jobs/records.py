@@ -94,8 +94,8 @@ LISTED: tuple[SQLColumnExpression[Any], ...] = (
 def listed_json(row: Row[*tuple[Any, ...]], labels: Mapping[str, str]) -> str:
     """A job of a list, as JSON, from the columns of `LISTED`.
 
-    It equals the JSON of `job_of` but for the long lists of results. No model of the job is made: that of 200 jobs
-    would take a process of the API 100 ms.
+    It equals the JSON of `job_of` but for the long lists of results and the files of saved plans. No model of the job
+    is made: that of 200 jobs would take a process of the API 100 ms.
     """
     state, ended = row.state, JobState(row.state).terminal
     shown = {
@@ -125,7 +125,7 @@ def listed_json(row: Row[*tuple[Any, ...]], labels: Mapping[str, str]) -> str:
         model = PlanSummary if row.kind == JobKind.PLAN.value else ConvertResult
         outcome = _as_now(model, row.brief)
     texts = {
-        "request": _as_now(ConvertRequest, row.request),
+        "request": _as_now(ConvertRequest, row.request) if '"plan"' not in row.request else _short(row.request),
         "progress": _written_again(Progress, row.progress) if row.progress else "null",
         "error": _as_now(Problem, row.error) if row.error and ended else "null",
         "result": "null" if row.kind == JobKind.PLAN.value else outcome,
@@ -156,6 +156,13 @@ def _written_again(model: type[BaseModel], text: str) -> str:
 
 
 _as_now = _kept(_written_again)
+
+
+def _short(text: str) -> str:
+    """A request that names its plan, without the files of that."""
+    request = ConvertRequest.model_validate_json(text)
+    plan = None if request.plan is None else request.plan.without_files()
+    return request.model_copy(update={"plan": plan}).model_dump_json()
 
 
 def _json_time(epoch_s: float | None) -> str | None:

@@ -53,7 +53,7 @@ OF_FORMATS = option_fields()
 FIELDS: dict[str, FieldInfo] = {
     **{n: f for n, f in SourceSpec.model_fields.items() if n != "url"},
     **{n: f for n, (_, f) in OF_FORMATS.items()},
-    **{n: f for n, f in ConvertRequest.model_fields.items() if n not in {"source", "target", "to", "options"}},
+    **{n: f for n, f in ConvertRequest.model_fields.items() if n not in {"source", "target", "to", "options", "plan"}},
 }
 """Every option, by its name in requests."""
 SAMPLES: dict[str, Any] = {

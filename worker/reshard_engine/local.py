@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
@@ -99,7 +100,7 @@ class LocalEngine:
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
         """Plan the conversion that `convert` would run."""
-        from reshard_engine.operations.conversion import Conversion
+        from reshard_engine.operations.conversion import Conversion, pinned_files
 
         conversion = Conversion.prepare(request)
         plan, checkpoint = conversion.plan, conversion.checkpoint
@@ -118,6 +119,11 @@ class LocalEngine:
             peak_memory_bytes=conversion.peak_bytes,
             warnings=(*plan.warnings, *conversion.pointer_warnings()),
             not_carried=plan.not_carried,
+            reshard_version=version("reshard"),
+            source_digest=plan.source_digest,
+            layout_digest=plan.layout_digest,
+            content_digest=plan.content_digest,
+            source_files=pinned_files(plan),
         )
 
     def open_layout(self, request: ConvertRequest, *, exact_crcs: bool, compare: bool) -> VirtualCheckpoint:

@@ -171,7 +171,7 @@ class Exchange:
 
     def plan(self, request: ConvertRequest) -> Flow[PlanSummary]:
         """The plan of a conversion, of the planning job if the service makes one."""
-        answer = yield from self.send(Call("POST", "/v1/plans", body=request.model_dump(mode="json")))
+        answer = yield from self.send(Call("POST", "/v1/plans", body=request.sent().model_dump(mode="json")))
         if answer.status != 202:
             return wire.parse(answer, PlanSummary)
         job = yield from self.wait(wire.parse(answer, Job).id, None)

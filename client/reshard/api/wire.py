@@ -85,6 +85,7 @@ def submit_call(request: ConvertRequest, settings: Mapping[str, Any], key: str, 
     """Submit a conversion with the job's own settings (see `SubmitRequest`), as the job `job_id` if one is given."""
     # A service of an earlier release knows fewer options: those that nobody gave are left out.
     options = request.options.model_dump(mode="json", exclude_defaults=True)
+    request = request.sent()
     body = {**request.model_dump(mode="json"), "options": options, **settings}
     if job_id is not None:
         return Call("PUT", _job_path(job_id), body=body)

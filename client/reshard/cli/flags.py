@@ -23,8 +23,10 @@ from reshard.cli.help_pages import TARGET, HelpedCommand
 from reshard.errors import RequestError, printable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from reshard.declared import Declared
-    from reshard.models.jobs import ConvertRequest
+    from reshard.models.jobs import ConvertRequest, PlanSummary
     from reshard.options import SourceSpec
 
 
@@ -236,6 +238,19 @@ class ConversionFlags(SourceFlags):
         """
         return _models().request_of(source, target, self.given(), self._given.get(_OF_FORMATS))
 
+    def planned(self, context: typer.Context, plan: str, *places: str | None) -> ConvertRequest:
+        """Read the request of a plan file, with the options of the run that were typed beside it.
+
+        Raises:
+            RequestError: `request.invalid`: the file is no plan, or what was typed would change it.
+        """
+        if any(place is not None for place in places):
+            raise RequestError(
+                "request.invalid", "SRC and DST are in the plan that --plan names", fix="leave SRC and DST out"
+            )
+        typed = {n: v for n, v in self._given.items() if _is_typed(context, n)}
+        return _models().planned_request(plan, typed)
+
 
 class LayoutFlags(ConversionFlags):
     """The options of a target that is not written: those that decide its bytes."""
@@ -318,6 +333,32 @@ class OptionsCommand(HelpedCommand):
                 for parameter in _parameters(kind, side, of_others=of_others)
             ]
         )
+
+
+class PlannedCommand(OptionsCommand):
+    """A command that takes a plan file, `--plan`, in place of what it needs otherwise: SRC, DST and `--to`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments. Beside a plan none of them is required."""
+        if any(word == "--plan" or word.startswith("--plan=") for word in args):
+            for parameter in self.get_params(ctx):
+                parameter.required = False
+        return super().parse_args(ctx, args)
+
+
+def save_plan(path: Path, request: ConvertRequest, summary: PlanSummary) -> None:
+    """Write a plan to a file, for `--plan`.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    _models().plan_files.save_plan(path, request, summary)
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    """True if the user typed a flag, with whatever value."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _taken_by(command: Any) -> dict[str, tuple[type[CheckpointFlags], str]]:

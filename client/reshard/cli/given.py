@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from reshard.api import plan_files
 from reshard.declared import Declared, declared_options, options_of_source, present_names
 from reshard.installed_formats import nested
 from reshard.models.access import TenantSettings
@@ -41,6 +42,16 @@ def request_of(source: str, target: str, given: Mapping[str, Any], of_formats: s
         return ConvertRequest.model_validate(nested(said))
     except ValidationError as error:
         raise invalid(error, called()) from None
+
+
+def planned_request(plan: str, typed: Mapping[str, Any]) -> ConvertRequest:
+    """The request of a plan file, with the flags that were typed beside it.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    names = {"to": "--to", **{name: option.flag for name, option in declared_options().items()}}
+    return plan_files.run_as_planned(plan_files.read_plan(plan), present_names(typed, declared_options()), names)
 
 
 def settings_of(values: Mapping[str, Any]) -> TenantSettings:

@@ -42,6 +42,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "plan": (
         ("Bytes, files and memory of a conversion", "reshard plan run1 weights --to safetensors"),
         ("For a script", "reshard plan run1 run2/global_step100 --to zero --dp 3 --json"),
+        ("Plan now, and convert exactly that later", "reshard plan run1 weights --to safetensors --out plan.json"),
     ),
     "convert": (
         (
@@ -53,6 +54,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
             "reshard convert run1 run2/global_step100_universal --to universal",
         ),
         ("Weights in bf16", "reshard convert run1 weights --to safetensors --dtype bf16"),
+        ("What was planned, or nothing", "reshard convert --plan plan.json"),
     ),
     "verify": (
         ("Every byte of a target", "reshard verify weights"),

@@ -112,6 +112,8 @@ def _facts(job: Job) -> Iterator[tuple[str, str]]:
     yield "kind", "plan only: it writes nothing" if job.kind is JobKind.PLAN else "conversion"
     yield "source", printable(job.request.source.url)
     yield "target", target
+    if job.request.plan is not None:
+        yield "plan", f"saved, digest {job.request.plan.digest}"
     yield "attempt", f"{job.attempt} of {job.max_attempts}"
     yield "worker", printable(job.worker or "-")
     if any(worker.role == "helper" for worker in job.workers):

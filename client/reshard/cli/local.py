@@ -23,8 +23,10 @@ from reshard.cli.flags import (
     CutFlags,
     LayoutFlags,
     OptionsCommand,
+    PlannedCommand,
     SourceFlags,
     choice,
+    save_plan,
     takes_conversion,
     takes_cut_source,
     takes_layout,
@@ -97,8 +99,8 @@ QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", r
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the app."""
     app.command(cls=OptionsCommand, rich_help_panel=HERE)(inspect)
-    app.command(cls=OptionsCommand, rich_help_panel=HERE)(plan)
-    app.command(cls=OptionsCommand, rich_help_panel=HERE)(convert)
+    app.command(cls=PlannedCommand, rich_help_panel=HERE)(plan)
+    app.command(cls=PlannedCommand, rich_help_panel=HERE)(convert)
     app.command(rich_help_panel=HERE)(verify)
 
 
@@ -206,14 +208,40 @@ def _write(drawn: Picture, svg: Path | None, html: Path | None) -> None:
                 ) from None
 
 
+PlanFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="Run the plan of `reshard plan --out FILE`, in place of SRC, DST and their options."
+    ),
+]
+
+
 @takes_conversion
-def plan(source: Source, target: Target, *, flags: ConversionFlags, as_json: JsonFlag = False) -> None:
-    """Show the reads, writes and memory of `convert` with the same options; nothing is written."""
-    show_plan(load_engine().plan(flags.request(source, target)), as_json=as_json)
+def plan(
+    context: typer.Context,
+    source: Source,
+    target: Target,
+    *,
+    flags: ConversionFlags,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the plan: `convert --plan FILE` runs it.", rich_help_panel=GENERAL),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Plan anew what a saved plan asks for.", rich_help_panel=GENERAL),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the reads, writes and memory of `convert` with the same options; nothing is written but FILE of --out."""
+    request = asked(flags, context, plan, source, target, quiet=True).model_copy(update={"plan": None})
+    show_plan(load_engine().plan(request), as_json=as_json, saved=(request, out))
 
 
-def show_plan(summary: PlanSummary, *, as_json: bool) -> None:
-    """Print a plan on stdout, and what it leaves out on stderr."""
+def show_plan(summary: PlanSummary, *, as_json: bool, saved: tuple[ConvertRequest, Path | None] | None = None) -> None:
+    """Print a plan on stdout, and what it leaves out on stderr; save it with its request, if a file is named."""
+    if saved is not None and saved[1] is not None:
+        save_plan(saved[1], saved[0], summary)
     if as_json:
         say(summary.model_dump_json())
         return
@@ -222,10 +250,13 @@ def show_plan(summary: PlanSummary, *, as_json: bool) -> None:
         warn(warning)
     for line in not_carried_lines(summary.not_carried):
         hint(line)
+    if saved is not None and saved[1] is not None:
+        hint(f"saved; to run it: reshard convert --plan {shlex.quote(printable(str(saved[1])))}")
 
 
 @takes_conversion
 def convert(
+    context: typer.Context,
     source: Source,
     target: Target,
     *,
@@ -241,6 +272,7 @@ def convert(
     worker: Annotated[
         int | None, typer.Option(metavar="I", help="Number of this process, from 0 to N-1.", rich_help_panel=RESOURCES)
     ] = None,
+    plan: PlanFlag = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Only show the plan, as `plan` does; write nothing.", rich_help_panel=GENERAL),
@@ -252,13 +284,43 @@ def convert(
 
     The same command resumes an interrupted conversion. A finished one is recognised and not repeated.
     """
-    if dry_run:
-        show_plan(load_engine().plan(flags.request(source, target)), as_json=as_json)
-        return
-    from reshard.shared_work import shared_work  # it loads pydantic, which `reshard --help` does not need
+    request = asked(flags, context, plan, source, target, quiet=quiet)
+    with planning_again(plan):
+        if dry_run:
+            show_plan(load_engine().plan(request), as_json=as_json)
+            return
+        from reshard.shared_work import shared_work  # it loads pydantic, which `reshard --help` does not need
 
-    work = shared_work(workers, worker, os.environ)
-    run_conversion(flags.request(source, target), work=work, as_json=as_json, quiet=quiet)
+        work = shared_work(workers, worker, os.environ)
+        run_conversion(request, work=work, as_json=as_json, quiet=quiet)
+
+
+def asked(
+    flags: ConversionFlags, context: typer.Context, plan: str | None, *places: str, quiet: bool
+) -> ConvertRequest:
+    """The request of a command: that of a plan file if one is named, else that of the flags.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    if plan is None:
+        return flags.request(*places)
+    request = flags.planned(context, plan, *places)
+    tag = "" if request.source.tag is None else f" ({printable(request.source.tag)})"
+    hint(f"as planned: {printable(request.source.url)}{tag} -> {printable(request.target)}", quiet=quiet)
+    return request
+
+
+@contextmanager
+def planning_again(plan: str | None) -> Generator[None]:
+    """Say the command that makes a plan file anew, in the error of a plan that has changed."""
+    try:
+        yield
+    except RequestError as error:
+        if error.code == "request.plan_changed" and plan is not None:
+            file = shlex.quote(printable(plan, max_chars=1_024))
+            error.fix = f"plan again, and look at the new plan: reshard plan --plan {file} --out {file}"
+        raise
 
 
 def run_conversion(

@@ -11,10 +11,10 @@ import typer
 
 from reshard.choices import JobKind, JobState
 from reshard.cli import job_tables
-from reshard.cli.flags import ConversionFlags, OptionsCommand, choice, takes_conversion
+from reshard.cli.flags import ConversionFlags, PlannedCommand, choice, takes_conversion
 from reshard.cli.help_pages import GENERAL, JOB, OPERATION, REMOTE, Commands, hint, say, say_all
 from reshard.cli.job_tables import follow, log_line, whole_id
-from reshard.cli.local import JsonFlag, QuietFlag, show_plan
+from reshard.cli.local import JsonFlag, PlanFlag, QuietFlag, asked, planning_again, show_plan
 from reshard.cli.output import next_steps
 from reshard.errors import RequestError, printable
 from reshard.local import install_line, load_client
@@ -46,7 +46,7 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id, or a beg
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the app."""
-    app.command(cls=OptionsCommand, rich_help_panel=REMOTE)(submit)
+    app.command(cls=PlannedCommand, rich_help_panel=REMOTE)(submit)
     app.add_typer(jobs, name="jobs", rich_help_panel=REMOTE)
     app.command(rich_help_panel=OPERATION)(serve)
     app.command(rich_help_panel=OPERATION)(worker)
@@ -59,6 +59,7 @@ def _client() -> Client:
 
 @takes_conversion
 def submit(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="Target to create.")],
     *,
@@ -97,6 +98,13 @@ def submit(
     ] = None,
     wait: Wait = False,
     wait_timeout: WaitTimeout = None,
+    plan: PlanFlag = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --dry-run: save the plan, for `submit --plan`.", rich_help_panel=GENERAL
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Only show the service's plan; submit nothing.", rich_help_panel=GENERAL),
@@ -105,10 +113,12 @@ def submit(
     quiet: QuietFlag = False,
 ) -> None:
     """Submit a conversion to a service. Prints the id of the job or, with --wait, the target."""
-    request = flags.request(_absolute(source), _absolute(target))
-    with _client() as client:
+    if out is not None and not dry_run:
+        raise RequestError("request.invalid", "--out saves a plan, and this submits it", fix="add --dry-run")
+    request = asked(flags, context, plan, _absolute(source), _absolute(target), quiet=quiet)
+    with planning_again(plan), _client() as client:
         if dry_run:
-            show_plan(client.plan_request(request), as_json=as_json)
+            show_plan(client.plan_request(request), as_json=as_json, saved=(request, out))
             return
         job = client.submit_request(
             request,
@@ -323,8 +333,11 @@ def parse_labels(texts: list[str]) -> dict[str, str]:
 
 
 def _absolute(url: str) -> str:
-    """A local path as an absolute one: the service may have another working directory and home directory."""
-    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
+    """A local path as an absolute one: the service may have another working directory and home directory.
+
+    A command with --plan has no places of its own, and gets what it gave.
+    """
+    return url if not url or "://" in url else os.path.abspath(os.path.expanduser(url))
 
 
 def _follow(client: Client, job_id: str, *, timeout_s: float | None, quiet: bool, as_json: bool = False) -> Job:

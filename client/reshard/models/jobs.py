@@ -6,7 +6,7 @@ Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/k
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -29,7 +29,7 @@ from reshard.options import (
     SourceSpec,
     is_none,
 )
-from reshard.wire_model import SCHEMA_VERSION, RequestModel, ShownModel, WireModel
+from reshard.wire_model import MOST_BYTES, SCHEMA_VERSION, RequestModel, ShownModel, WireModel
 
 # The type of a target's name in requests: a target of reshard, or of a format of another package.
 
@@ -74,11 +74,60 @@ class _Places(RequestModel):
     to: TargetName
 
 
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_MOST_PINNED = 1 << 18
+_MOST_SENT = 2_000
+"""Files that a plan names when it goes to a service, whose requests have at most 1 MiB."""
+
+
+class PinnedFile(WireModel):
+    """One object of a source as a plan pins it."""
+
+    name: str = Field(min_length=1, max_length=4096)
+    """The file, relative to the checkpoint's directory."""
+    part: int = Field(default=0, ge=0, le=1 << 20, strict=True)
+    """Number of the object within a file that is stored in several."""
+    size_bytes: int = Field(ge=0, le=MOST_BYTES, strict=True)
+    pin: str = Field(max_length=1024)
+    """A text that changes with the content: the ETag, or the time of the last write and the size."""
+
+
+class SavedPlan(RequestModel):
+    """What a plan was made from, and digests of what it makes: whoever plans again knows by it if all is the same."""
+
+    reshard_version: str = Field(max_length=64)
+    """The release that made the plan."""
+    source_format: str = Field(max_length=64)
+    source_digest: _Digest
+    """Digest of the source's files, each with its pin."""
+    layout_digest: _Digest
+    """Digest of the target's files and of the options that decide their bytes."""
+    content_digest: _Digest
+    """Digest of everything that decides the bytes of the target."""
+    digest: _Digest
+    """Digest of the whole plan, with its units, which follow from memory and sizes of parts."""
+    files: tuple[PinnedFile, ...] = Field(default=(), max_length=_MOST_PINNED)
+    """The files of `source_digest`. Without them a changed source is noticed, too, but not which of its files."""
+
+    def without_files(self) -> SavedPlan:
+        """The same plan, short: in lists of jobs, and for a service if there are many files."""
+        return self.model_copy(update={"files": ()})
+
+
 class ConvertRequest(ConversionOptions, _Places):
-    """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
+    """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`, the contents of a plan file."""
 
     options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
     """Options of single formats, by format."""
+    plan: SavedPlan | None = Field(default=None, exclude_if=is_none)
+    """The plan that this request must lead to, from a file of `reshard plan --out`. A conversion that would be another
+    one is refused (`request.plan_changed`)."""
+
+    def sent(self) -> Self:
+        """The request as it goes to a service: a plan of many files goes by its digests alone, for its length."""
+        if self.plan is None or len(self.plan.files) <= _MOST_SENT:
+            return self
+        return self.model_copy(update={"plan": self.plan.without_files()})
 
     def digested(self) -> dict[str, Any]:
         """The whole request as JSON, for a digest: with options under the names that digests have for them."""
@@ -187,6 +236,14 @@ class PlanSummary(ShownModel):
     """As in `ConvertResult`."""
     left_out: dict[str, int] = Field(default_factory=dict, exclude_if=_is_empty)
     """As in `ConvertResult`."""
+    reshard_version: str = ""
+    """The release that made the plan. This field and those below are empty in plans of earlier releases."""
+    source_digest: str = ""
+    layout_digest: str = ""
+    content_digest: str = ""
+    """As in `SavedPlan`."""
+    source_files: tuple[PinnedFile, ...] = ()
+    """The files of the source that are read, as the plan pins them."""
 
     @property
     def files_count(self) -> int:

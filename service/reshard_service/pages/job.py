@@ -26,7 +26,7 @@ from reshard_service.pages.words import label_of, state_name, value_of
 
 _ORDER = (JobState.QUEUED, JobState.PLANNING, JobState.RUNNING, JobState.VERIFYING, JobState.SUCCEEDED)
 _OF_A_PLAN = (JobState.QUEUED, JobState.PLANNING, JobState.SUCCEEDED)
-_TOLD_ELSEWHERE = {"target", "to"}
+_TOLD_ELSEWHERE = {"target", "to", "plan"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,7 @@ def fields_of(job: Job) -> dict[str, str]:
     """The fields that say what a job's request says, for another job like it."""
     body = job.request.model_dump(mode="json", exclude_defaults=True)
     body["options"] = job.request.options.given()
+    body.pop("plan", None)  # another job is planned anew: its fields may be changed
     body |= {"labels": dict(job.labels), "max_workers": job.max_workers, "priority": job.priority}
     found: dict[str, str] = {}
     for name, place in _PLACES.items():

@@ -137,6 +137,11 @@ class Plan:
         object.__setattr__(self, "content_digest", _digest({k: v for k, v in facts.items() if k not in how}))
 
     @property
+    def layout_digest(self) -> str:
+        """Digest of the target's files and of the options that decide their bytes."""
+        return _digest({"target": self.target, "files": self._files()})
+
+    @property
     def source_digest(self) -> str:
         """Digest of the source's files, each with its pin."""
         return _digest({k: v for k, v in self.source.items() if k not in {"url", "tag"}})
@@ -152,7 +157,7 @@ class Plan:
             "schema_version": PLAN_SCHEMA_VERSION,
             "source": self.source,
             "target": self.target,
-            "files": [[f.path, f.size_bytes, f.commit, f.shape] for f in self.files],
+            "files": self._files(),
             "units": [
                 [
                     u.chunks[0].file,
@@ -175,6 +180,9 @@ class Plan:
                 [o.file, o.begin, o.end, o.source, o.source_offset, o.proof is not None] for o in self.server_copies
             ]
         return facts | ({"digest": self.digest} if with_digest else {})
+
+    def _files(self) -> list[list[Any]]:
+        return [[f.path, f.size_bytes, f.commit, f.shape] for f in self.files]
 
 
 # Items of a unit: pieces so small that their bytes stay in the cache from one pass to the next.
