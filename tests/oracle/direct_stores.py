@@ -70,7 +70,7 @@ def load(url: str, env: dict[str, str]) -> dict[str, Any]:
     The blocks are as small beside the model as those of a run are beside a model of 160 MiB.
     """
     os.environ.update(env)
-    checkpoint.BLOCK_BYTES = 256 << 10
+    checkpoint._REMOTE_BLOCK_BYTES = 256 << 10
     start_world()
     read: list[int] = []
     close = VirtualCheckpoint.close

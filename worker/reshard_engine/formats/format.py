@@ -271,6 +271,10 @@ class Format:
         """The targets of this format, each with the reason if the checkpoint cannot be converted to it."""
         return ()
 
+    def replicas_load(self, name: str) -> bool:
+        """True for a file that all ranks of a data-parallel group load, each of them all of it and in the same order."""
+        return False
+
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
         """The values that `diff` compares beside tensors and param groups."""
         state = checkpoint.facts.run_state(checkpoint)

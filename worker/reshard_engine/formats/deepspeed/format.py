@@ -12,7 +12,7 @@ from reshard.options import DeepSpeedOptions, Options
 from reshard_engine.checkpoint import Checkpoint, Parameter, Question
 from reshard_engine.formats.deepspeed.cautions import HOW_TO_SAY, sectioned, uncut
 from reshard_engine.formats.deepspeed.facts import facts_of, run_facts
-from reshard_engine.formats.deepspeed.files import rank_of
+from reshard_engine.formats.deepspeed.files import rank_of, replicas_load
 from reshard_engine.formats.deepspeed.native.reader import DeepSpeedReader
 from reshard_engine.formats.deepspeed.native.target import resolve
 from reshard_engine.formats.deepspeed.native.writer import ZeroWriter, is_pipeline, vocab_rows
@@ -123,6 +123,10 @@ class DeepSpeed(Format):
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Native layouts by kind of parallelism, and the universal form."""
         return (*native_targets(tried), universal_target(tried))
+
+    def replicas_load(self, name: str) -> bool:
+        """True for the weights of a model-parallel rank, and for those of a layer of a pipeline."""
+        return replicas_load(name)
 
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
         """The state that `diff` compares: model states without entries of the layout; loss scale; gradient clipping."""

@@ -48,12 +48,14 @@ from reshard_engine.tensors.layout import TargetFile, TargetLayout
 
 # Blocks of files that small reads are served from.
 
-BLOCK_BYTES = 4 << 20
-"""Length of a block. A read that is as long goes past the blocks, straight into the reader's memory."""
+_BLOCK_BYTES = 512 << 10
+"""Length of a block of a local source. Of what is beside a small tensor, so much is read with it and perhaps again."""
+_REMOTE_BLOCK_BYTES = 4 << 20
+"""Length of a block of a store. A read that is as long goes past the blocks, straight into the reader's memory."""
 _LOCAL_BYTES = 128 << 10
 """Length of a read that goes past the blocks of a local source: making so many bytes costs less than to copy them from
 a block, and readers that wait for the same block wait for one another."""
-_MOST_BLOCKS = 8
+_MOST_BLOCKS = 32
 _REMOTE_BLOCKS = 24
 _AHEAD, _REMOTE_AHEAD = 1, 8
 """Blocks that are made ahead of a sequential reader. A store with 50 ms a call and 200 MB/s a connection needs 10 MB
@@ -72,8 +74,9 @@ _Key = tuple[int, int]
 class _Blocks:
     """Blocks of the files of a layout, the latest ones; each is made once, by whoever asks first."""
 
-    def __init__(self, make: _Maker, *, most: int, ahead: int) -> None:
+    def __init__(self, make: _Maker, length_bytes: int, *, most: int, ahead: int) -> None:
         self._make = make
+        self.length_bytes = length_bytes
         self._most = most
         self._ahead = ahead
         self._lock = threading.Lock()
@@ -89,7 +92,7 @@ class _Blocks:
             return
         done = 0
         while done < len(buffer):
-            number, begin = divmod(offset + done, BLOCK_BYTES)
+            number, begin = divmod(offset + done, self.length_bytes)
             block = self._block((file, number), size_bytes)
             part = block[begin : begin + len(buffer) - done]
             buffer[done : done + len(part)] = part
@@ -104,7 +107,7 @@ class _Blocks:
         with self._lock:
             before, self._ends[file] = self._ends.get(file), end
             near = before is not None and 0 <= offset - before <= _NEAR_BYTES
-            blocks = range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+            blocks = range(offset // self.length_bytes, -(-end // self.length_bytes))
             return not near and not any((file, number) in self._known for number in blocks)
 
     def _block(self, key: _Key, size_bytes: int) -> ByteArray:
@@ -123,7 +126,7 @@ class _Blocks:
         return found.result()
 
     def _begin_ahead(self, key: _Key, size_bytes: int) -> list[tuple[_Key, Future[ByteArray]]]:
-        last = (size_bytes - 1) // BLOCK_BYTES
+        last = (size_bytes - 1) // self.length_bytes
         wanted = [(key[0], n) for n in range(key[1] + 1, min(key[1] + self._ahead, last) + 1)]
         begun: list[tuple[_Key, Future[ByteArray]]] = []
         for other in wanted:
@@ -146,8 +149,8 @@ class _Blocks:
             return self._pool
 
     def _fulfil(self, key: _Key, size_bytes: int, future: Future[ByteArray]) -> None:
-        begin = key[1] * BLOCK_BYTES
-        data = np.empty(min(BLOCK_BYTES, size_bytes - begin), dtype=np.uint8)
+        begin = key[1] * self.length_bytes
+        data = np.empty(min(self.length_bytes, size_bytes - begin), dtype=np.uint8)
         try:
             self._make.make(key[0], begin, data)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the block raises it
@@ -342,8 +345,12 @@ class VirtualCheckpoint:
         self.disagreements: tuple[str, ...] = ()
         self._numbers: Mapping[str, int] = {f.path: n for n, f in enumerate(layout.files)}
         self._make = _Maker(checkpoint, layout.files, request.on_overflow, exact=exact_crcs)
-        most, ahead = (_MOST_BLOCKS, _AHEAD) if checkpoint.is_local else (_REMOTE_BLOCKS, _REMOTE_AHEAD)
-        self._blocks = _Blocks(self._make, most=most, ahead=ahead)
+        if checkpoint.is_local:
+            self._blocks = _Blocks(self._make, _BLOCK_BYTES, most=_MOST_BLOCKS, ahead=_AHEAD)
+            self._long_bytes = min(_BLOCK_BYTES, _LOCAL_BYTES)
+        else:
+            self._blocks = _Blocks(self._make, _REMOTE_BLOCK_BYTES, most=_REMOTE_BLOCKS, ahead=_REMOTE_AHEAD)
+            self._long_bytes = _REMOTE_BLOCK_BYTES
         self._request = request
 
     @classmethod
@@ -449,15 +456,16 @@ class VirtualCheckpoint:
             RequestError: `request.invalid` if the target has no such file.
         """
         number = self._number(path)
-        size_bytes = self.layout.files[number].size_bytes
-        if offset < 0 or offset + len(buffer) > size_bytes:
+        template, end = self.layout.files[number].template, offset + len(buffer)
+        size_bytes = template.size_bytes
+        if offset < 0 or end > size_bytes:
             raise outside(path, offset, len(buffer))
         data = np.frombuffer(buffer, dtype=np.uint8)
-        if len(data) >= (min(BLOCK_BYTES, _LOCAL_BYTES) if self.checkpoint.is_local else BLOCK_BYTES):
-            self._make.make(number, offset, data)
-        elif len(data) and self._is_known(number, offset, offset + len(data)):
+        if not template.bodies_in(offset, end) and not (self.exact_crcs and template.slots_in(offset, end)):
             self.read_known(path, offset, buffer)
-        elif len(data):
+        elif len(data) >= self._long_bytes:
+            self._make.make(number, offset, data)
+        else:
             self._blocks.read(number, size_bytes, offset, data)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -513,11 +521,6 @@ class VirtualCheckpoint:
     def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()
-
-    def _is_known(self, number: int, begin: int, end: int) -> bool:
-        """True if the source's tensors do not decide these bytes of a file: a directory of an archive, a pickle."""
-        template = self.layout.files[number].template
-        return not template.bodies_in(begin, end) and not (self.exact_crcs and template.slots_in(begin, end))
 
     def _number(self, path: str) -> int:
         number = self._numbers.get(path)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from reshard.choices import TargetFormat
 from reshard.errors import JobError, ReshardError, SourceError, printable
 from reshard.models.jobs import ConvertRequest
-from reshard_engine.formats.deepspeed.files import replicas_load
+from reshard_engine.formats.registry import format_writing
 from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 from reshard_engine.storage.urls import is_within
 
@@ -276,7 +276,7 @@ class StubEngine:
         if kept is not None and kept[0] == name and callable(map_location):
             return kept[1]
         del kept  # its memory is for the next one
-        is_shared = replicas_load(name)
+        is_shared = format_writing(self._made.to).replicas_load(name)
         with self._made.open(name, self._replicas if is_shared else None) as file:
             contents = self._engine.load(file, map_location)
         if is_shared and callable(map_location):

@@ -1,0 +1,5 @@
+"""Fixtures of the memory tests."""
+
+from oracle.fixtures import worlds
+
+__all__ = ["worlds"]
