@@ -272,7 +272,7 @@ class Format:
         return ()
 
     def replicas_load(self, name: str) -> bool:
-        """True for a file that all ranks of a data-parallel group load, each of them all of it and in the same order."""
+        """True for a file that all ranks of a data-parallel group load whole, and in the same order."""
         return False
 
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:

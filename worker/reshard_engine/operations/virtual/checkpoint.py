@@ -44,11 +44,11 @@ from reshard_engine.storage.crc32 import crc32, pieces_of
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, save_directory
-from reshard_engine.tensors.layout import TargetFile, TargetLayout
+from reshard_engine.tensors.layout import FileTemplate, TargetFile, TargetLayout
 
 # Blocks of files that small reads are served from.
 
-_BLOCK_BYTES = 512 << 10
+BLOCK_BYTES = 512 << 10
 """Length of a block of a local source. Of what is beside a small tensor, so much is read with it and perhaps again."""
 _REMOTE_BLOCK_BYTES = 4 << 20
 """Length of a block of a store. A read that is as long goes past the blocks, straight into the reader's memory."""
@@ -346,8 +346,8 @@ class VirtualCheckpoint:
         self._numbers: Mapping[str, int] = {f.path: n for n, f in enumerate(layout.files)}
         self._make = _Maker(checkpoint, layout.files, request.on_overflow, exact=exact_crcs)
         if checkpoint.is_local:
-            self._blocks = _Blocks(self._make, _BLOCK_BYTES, most=_MOST_BLOCKS, ahead=_AHEAD)
-            self._long_bytes = min(_BLOCK_BYTES, _LOCAL_BYTES)
+            self._blocks = _Blocks(self._make, BLOCK_BYTES, most=_MOST_BLOCKS, ahead=_AHEAD)
+            self._long_bytes = min(BLOCK_BYTES, _LOCAL_BYTES)
         else:
             self._blocks = _Blocks(self._make, _REMOTE_BLOCK_BYTES, most=_REMOTE_BLOCKS, ahead=_REMOTE_AHEAD)
             self._long_bytes = _REMOTE_BLOCK_BYTES
@@ -482,7 +482,8 @@ class VirtualCheckpoint:
 
     def open(self, path: str) -> BinaryIO:
         """The file at this path as an open file."""
-        return cast("BinaryIO", io.BufferedReader(self.open_raw(path, partial(self.read_into, path)), _BUFFER_BYTES))
+        raw = _VirtualFile(partial(self.read_into, path), self.file(path).template, stops=True)
+        return cast("BinaryIO", io.BufferedReader(raw, _BUFFER_BYTES))
 
     def open_raw(self, path: str, read: Callable[[int, memoryview], None]) -> io.RawIOBase:
         """The file at this path without a buffer, for `torch.load`, which reads each record by one call.
@@ -491,7 +492,7 @@ class VirtualCheckpoint:
             path: The path.
             read: Fills memory with bytes of the file from an offset on.
         """
-        return _VirtualFile(read, self.file(path).size_bytes)
+        return _VirtualFile(read, self.file(path).template, stops=False)
 
     def filesystem(self) -> Any:
         """The files as a read-only file system of fsspec."""
@@ -534,11 +535,16 @@ class VirtualCheckpoint:
 
 
 class _VirtualFile(io.RawIOBase):
-    """One file of a virtual checkpoint as a seekable stream."""
+    """One file of a virtual checkpoint as a seekable stream.
 
-    def __init__(self, read: Callable[[int, memoryview], None], size_bytes: int) -> None:
+    With `stops`, a read ends before the next tensor, unless it begins in one. So a buffer that holds what stands before
+    a tensor needs nothing of the source.
+    """
+
+    def __init__(self, read: Callable[[int, memoryview], None], template: FileTemplate, *, stops: bool) -> None:
         super().__init__()
-        self._read, self._size_bytes = read, size_bytes
+        self._read, self._template, self._size_bytes = read, template, template.size_bytes
+        self._stops = stops
         self._at = 0
 
     def readable(self) -> bool:
@@ -560,6 +566,9 @@ class _VirtualFile(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._size_bytes - self._at))
+        bodies = self._template.bodies_in(self._at, self._at + count) if self._stops else ()
+        if bodies and bodies[0].offset > self._at:
+            count = bodies[0].offset - self._at
         if count:
             self._read(self._at, view[:count])
         self._at += count
