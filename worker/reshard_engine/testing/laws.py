@@ -9,7 +9,8 @@ from __future__ import annotations
 import tempfile
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -29,6 +30,7 @@ from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.local import LocalEngine
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.operations.verification import verify_target
+from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 from reshard_engine.storage.locations import open_location, serving
 from reshard_engine.storage.protocol import Listing, ObjectInfo, ObjectStore, PartInfo
 from reshard_engine.testing.logical import Bits, Case, Content, Saved, SourceFormat, TargetOracle, tree_difference
@@ -576,6 +578,92 @@ def _from(run: str) -> dict[str, Any]:
     return {"source": {"url": f"{SCHEME}://lab/{run}/{TARGET_NAME}"}}
 
 
+# Laws of targets that are never written.
+
+
+@contextmanager
+def _opened(store: ObjectStore, request: ConvertRequest) -> Generator[VirtualCheckpoint]:
+    with serving(SCHEME, store), VirtualCheckpoint.prepare(request, exact_crcs=True) as layout:
+        yield layout
+
+
+def _copied(layout: VirtualCheckpoint) -> dict[str, bytes]:
+    """Every file, as fsspec copies it to a local directory."""
+    with tempfile.TemporaryDirectory() as scratch:
+        layout.filesystem().get("", scratch, recursive=True)
+        return {p.relative_to(scratch).as_posix(): p.read_bytes() for p in Path(scratch).rglob("*") if p.is_file()}
+
+
+def never_written_is_the_same(trial: Trial) -> None:
+    """A target that is never written has the files of the written one, in any ranges, and writes nothing.
+
+    So all that is said of the written files holds of these. The source lies in the object store, or in local files.
+    """
+    plan, before = trial.reference.conversion.plan, trial.store.snapshot()
+    with tempfile.TemporaryDirectory() as scratch:
+        local = bool(trial.random.randrange(2))
+        for name, data in trial.source_files.items() if local else ():
+            Path(scratch, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(scratch, name).write_bytes(data)
+        place = {"source": {"url": scratch, **trial.saved.choices}} if local else {}
+        with _opened(trial.store, trial.request("reference", **place)) as layout:
+            files = _copied(layout)
+            assert_same_files(trial.reference.files, files)
+            for path in trial.random.sample(sorted(files), min(3, len(files))):
+                begin, end = sorted(trial.random.randint(0, len(files[path])) for _ in range(2))
+                assert layout.read(path, begin, end - begin) == files[path][begin:end], f"{path}, {begin}:{end}"
+            assert (layout.plan.warnings, layout.not_carried) == (plan.warnings, plan.not_carried)
+            assert local or layout.content_digest == plan.content_digest
+            layout.prove_unchanged()
+    assert trial.store.snapshot() == before
+
+
+def never_written_of_a_damaged_source(trial: Trial) -> None:
+    """With one flipped bit in the source, a target that is never written ends as the written one: bytes, or code."""
+    store = MemoryStore()
+    name = trial.random.choice(sorted(n for n, data in trial.source_files.items() if data))
+    data = bytearray(trial.source_files[name])
+    bit = trial.random.randrange(8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    trial.fill(store, {**trial.source_files, name: bytes(data)})
+    ends: list[Mapping[str, bytes] | str] = []
+    for written in (True, False):
+        try:
+            if written:
+                # A record that a store copied keeps the CRC-32 that the source has for it, whatever its bytes are.
+                ends.append(trial.convert(store, "flipped", server_copy="never").files)
+            else:
+                with _opened(store, trial.request("flipped")) as layout:
+                    ends.append(_copied(layout))
+        except (SourceError, RequestError) as error:
+            ends.append(error.code)
+    assert ends[0] == ends[1], f"{name}, bit {bit}: {[e if isinstance(e, str) else 'files' for e in ends]}"
+
+
+def never_written_of_a_changed_source(trial: Trial) -> None:
+    """A file of the source that changes after the target was opened is found, and none of its new bytes is given."""
+    store = MemoryStore()
+    trial.fill(store)
+    with _opened(store, trial.request("changed")) as layout:
+        paths = sorted({info.path for file in layout.checkpoint.files for info in file.objects})
+        path = trial.random.choice(paths)
+        old = store.snapshot()[path]
+        store.put(path, bytes(b ^ 0xFF for b in old), metadata={}, if_absent=False)
+        for name, data in trial.reference.files.items():
+            try:
+                assert layout.read(name) == data, f"{name} holds new bytes of {path}"
+            except SourceError as error:
+                if error.code != "source.changed":
+                    raise
+        try:
+            layout.prove_unchanged()
+        except SourceError as error:
+            if error.code != "source.changed":
+                raise
+        else:
+            raise AssertionError(f"nobody found that {path} had changed")
+
+
 Law = Callable[[Trial], None]
 LAWS: tuple[Law, ...] = (
     gather_then_slice,
@@ -591,6 +679,9 @@ LAWS: tuple[Law, ...] = (
     stop_anywhere_and_resume,
     fail_anywhere_and_resume,
     a_flipped_bit_is_found_or_harmless,
+    never_written_is_the_same,
+    never_written_of_a_damaged_source,
+    never_written_of_a_changed_source,
 )
 """Every law, in the order in which they are checked."""
 
