@@ -44,7 +44,7 @@ Model = TypeVar("Model")
 
 def _options_of_load() -> dict[str, Declared]:
     """The options of a target that are neither the engine's own nor arguments of the function."""
-    own = {*NativeLayout.model_fields, "tag"} - {"vocab_divisor", "parameter_alignment", "rng"}
+    own = {*NativeLayout.model_fields, "tag", "dtype"} - {"vocab_divisor", "rng"}
     return {name: option for name, option in options_of_layout().items() if name not in own}
 
 

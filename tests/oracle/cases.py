@@ -41,11 +41,12 @@ class Case:
         steps: steps trained before the save.
         loss_scale_power: fp16's initial loss scale is 2 to this; a large one overflows and skips the first steps.
         writer: ``checkpoint.writer.type``; torch.save straight into the file if None.
-        nvme: offload the optimizer's states to files, or the parameters too: those of some size, small ones stay.
+        nvme: offload the optimizer's states to files, or the parameters too, or these alone: those of some size, small
+            ones stay.
         tiny: one narrow layer, for frozen test data.
         extra_states: modules whose extra states the loss depends on: a mapping and a tensor, or a file of bytes too.
         nested: ``state_dict`` nests one dict per submodule, as Megatron's does, and loading wants it so.
-        offload: the optimizer's states are kept on the CPU (``offload_optimizer``).
+        offload: the optimizer's states are kept on the CPU (``offload_optimizer``), or the parameters too.
     """
 
     name: str
@@ -69,11 +70,11 @@ class Case:
     steps: int = 3
     loss_scale_power: int = 4
     writer: Literal["python", "fast"] | None = None
-    nvme: Literal["optimizer", "parameters"] | None = None
+    nvme: Literal["optimizer", "parameters", "parameters alone"] | None = None
     tiny: bool = False
     extra_states: Literal["values", "bytes"] | None = None
     nested: bool = False
-    offload: bool = False
+    offload: Literal[False, "optimizer", "parameters"] = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data from which ``Case(**data)`` is this case again, for the way into a rank."""
@@ -137,16 +138,24 @@ def _zero_section(case: Case) -> dict[str, Any]:
         zero["sub_group_size"] = case.sub_group_size
     if case.stage == 3:
         zero["stage3_param_persistence_threshold"] = 0  # else tiny models are never really gathered
-    if case.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     if case.optimizer == "muon" and case.stage == 3:
         zero["reduce_scatter"] = False  # DeepSpeed refuses the two together
-    if case.nvme:
-        zero["offload_optimizer"] = {"device": "nvme", "pin_memory": False, "buffer_count": 4}
-    if case.nvme == "parameters":
+    return zero | _offloaded(case)
+
+
+def _offloaded(case: Case) -> dict[str, Any]:
+    cpu = {"device": "cpu", "pin_memory": False}
+    found: dict[str, Any] = {}
+    if case.offload or case.nvme == "parameters alone":
+        found["offload_optimizer"] = cpu
+    elif case.nvme:
+        found["offload_optimizer"] = {"device": "nvme", "pin_memory": False, "buffer_count": 4}
+    if case.offload == "parameters":
+        found["offload_param"] = cpu
+    elif case.nvme not in (None, "optimizer"):
         buffers = {"buffer_count": 40, "buffer_size": 400}
-        zero["offload_param"] = {"device": "nvme", "pin_memory": False, "max_in_cpu": 0, **buffers}
-    return zero
+        found["offload_param"] = {"device": "nvme", "pin_memory": False, "max_in_cpu": 0, **buffers}
+    return found
 
 
 def _checkpoint_section(case: Case, *, load_universal: bool) -> dict[str, Any]:

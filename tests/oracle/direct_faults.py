@@ -1,4 +1,7 @@
-"""A direct load under faults of one rank; runs inside the ranks. Faults come from the store, when the load reads."""
+"""A direct load under faults of one rank, and into engines that load other files; runs inside the ranks.
+
+Faults come from the store, when the load reads.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
 import reshard.deepspeed
 from oracle.cases import Case
+from oracle.parallel_cases import EXPERT_ROWS, EXPERTS, training_config
+from oracle.parallel_moe import WIDTH, Expert, MixtureLM
+from oracle.parallel_train import initialized
 from oracle.train import RESUME_SEED, build_engine, dump_states, start_world
 from reshard.errors import RequestError, ReshardError, StorageError
 from reshard_engine.operations.virtual import loading
@@ -101,4 +110,39 @@ def load(case: dict[str, Any], source: str, fault: str, out: str) -> dict[str, A
         return {}
     reshard.deepspeed.load_checkpoint(engine, source)
     dump_states(engine, Path(out), "resumed", {})
+    return {}
+
+
+def refused(case: dict[str, Any], source: str) -> dict[str, dict[str, str | None]]:
+    """Loads directly into engines for which there are no native files; code and fix of each refusal, by kind.
+
+    ZenFlow and SuperOffload need a compiler and CUDA: a real engine passes for one of them by what it says of itself.
+    """
+    _, world = start_world()
+    universal, zenflow, superoffload = (
+        build_engine(Case(**case), world, seed=RESUME_SEED, load_universal=n == 0) for n in range(3)
+    )
+    zenflow.zenflow = True
+    kind = type(superoffload.optimizer)
+    superoffload.optimizer.__class__ = type("SuperOffloadOptimizer_Stage3", (kind,), {})
+    found: dict[str, dict[str, str | None]] = {}
+    for name, engine in (("universal", universal), ("zenflow", zenflow), ("superoffload", superoffload)):
+        try:
+            reshard.deepspeed.load_checkpoint(engine, source)
+        except RequestError as error:
+            found[name] = {"code": error.code, "fix": error.fix}
+    return found
+
+
+def refused_sizes(source: str) -> dict[str, str | None]:
+    """Loads directly into a model whose two mixtures have their experts over one and over two ranks; the refusal."""
+    start_world()
+    sizes = iter((1, 2))
+    model = MixtureLM(lambda: MoE(WIDTH, Expert(), EXPERTS, ep_size=next(sizes), k=1, drop_tokens=False, use_rts=False))
+    params = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    engine = initialized(model, params, training_config(1, "fp32", EXPERT_ROWS, 2, rates=None))
+    try:
+        reshard.deepspeed.load_checkpoint(engine, source)
+    except RequestError as error:
+        return {"code": error.code, "message": error.message, "fix": error.fix}
     return {}

@@ -109,12 +109,14 @@ class Oracle:
         tag: str | None = None,
         steps: int = 3,
         direct: dict[str, Any] | None = None,
+        load: dict[str, Any] | None = None,
     ) -> Resumed:
         """A new run on ``world`` ranks that loads by plain ``engine.load_checkpoint``; arguments as above.
 
         With ``direct``, by `reshard.deepspeed.load_checkpoint` with these options, from a checkpoint of any layout.
+        ``load`` has further arguments of either.
         """
-        more = {} if direct is None else {"direct": direct}
+        more = {name: value for name, value in (("direct", direct), ("load", load)) if value is not None}
         return self._resume("resume_native", case, load_dir, out, world, tag, steps, None, **more)
 
     def _resume(

@@ -26,6 +26,7 @@ from oracle.parallel_cuts import ROWS, WHOLE, Cut
 from oracle.parallel_gather import LocalState, _wrong_weights, local_state
 from oracle.parallel_moe import WIDTH, MixtureLM, run_of_experts
 from oracle.parallel_train import Run, draw, initialized
+from reshard_engine.formats.deepspeed import param_groups
 
 INNER = 5
 
@@ -113,6 +114,7 @@ def start(case: AutoEpCase, layout: Layout, *, seed: int, load_universal: bool) 
     if case.largest_group is not None:
         split: Any = moe_utils.split_params_into_different_moe_groups_for_optimizer
         split.__defaults__ = (case.largest_group,)
+        param_groups.MAX_GROUP_ELEMS = case.largest_group  # of a direct load, whose plan is made in the rank
     model = MixtureLM(Mixture)
     draw(model, seed)
     if case.frozen:

@@ -35,7 +35,7 @@ MUON: dict[str, Case] = {
         Case("z1_bf16", 1, "bf16", optimizer="muon", parameter_alignment=True),
         Case("z2_fp32", 2, "fp32", optimizer="muon", scheduler=True),
         Case("z2_bf16", 2, "bf16", optimizer="muon", round_robin=True),
-        Case("z2_offload", 2, "fp32", optimizer="muon", offload=True),
+        Case("z2_offload", 2, "fp32", optimizer="muon", offload="optimizer"),
         Case("z3_fp32", 3, "fp32", optimizer="muon", sub_group_size=150),
         Case("z3_bf16", 3, "bf16", optimizer="muon"),
         Case("bf16opt", "bf16opt", "bf16", optimizer="muon"),

@@ -207,15 +207,16 @@ def _resume(
     restore_from: str | None,
     universal: bool,
     direct: dict[str, Any] | None = None,
+    load: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     rank, world = start_world()
     engine = build_engine(Case(**case), world, seed=RESUME_SEED, load_universal=universal)
     if Case(**case).frozen_late:
         freeze_late(engine.module)
     if direct is None:
-        path, client_state = engine.load_checkpoint(load_dir, tag=tag)
+        path, client_state = engine.load_checkpoint(load_dir, tag=tag, **load or {})
     else:
-        path, client_state = reshard.deepspeed.load_checkpoint(engine, load_dir, tag, **direct)
+        path, client_state = reshard.deepspeed.load_checkpoint(engine, load_dir, tag, **direct, **load or {})
     if path is None:
         raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag!r} in {load_dir}")
     kept = {key: value for key, value in client_state.items() if key in CLIENT_STATE}
@@ -250,9 +251,11 @@ def resume_native(
     steps: int,
     restore_from: str | None = None,
     direct: dict[str, Any] | None = None,
+    load: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """As ``resume_universal`` by plain ``engine.load_checkpoint``, which restores buffers and frozen weights itself.
 
     With ``direct``, by `reshard.deepspeed.load_checkpoint` with these options, from a checkpoint of any layout.
+    ``load`` has further arguments of either.
     """
-    return _resume(case, load_dir, tag, out, steps, restore_from, universal=False, direct=direct)
+    return _resume(case, load_dir, tag, out, steps, restore_from, universal=False, direct=direct, load=load)

@@ -275,6 +275,13 @@ class Format:
         """True for a file that all ranks of a data-parallel group load whole, and in the same order."""
         return False
 
+    def settings_kept(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Settings of the source's run that targets of this format follow and no option changes, by name.
+
+        A run that loads such a target needs the same values.
+        """
+        return {}
+
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
         """The values that `diff` compares beside tensors and param groups."""
         state = checkpoint.facts.run_state(checkpoint)

@@ -11,8 +11,9 @@ from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard.options import DeepSpeedOptions, Options
 from reshard_engine.checkpoint import Checkpoint, Parameter, Question
 from reshard_engine.formats.deepspeed.cautions import HOW_TO_SAY, sectioned, uncut
+from reshard_engine.formats.deepspeed.config import RunConfig
 from reshard_engine.formats.deepspeed.facts import facts_of, run_facts
-from reshard_engine.formats.deepspeed.files import rank_of, replicas_load
+from reshard_engine.formats.deepspeed.files import CONFIG, rank_of, replicas_load
 from reshard_engine.formats.deepspeed.native.reader import DeepSpeedReader
 from reshard_engine.formats.deepspeed.native.target import resolve
 from reshard_engine.formats.deepspeed.native.writer import ZeroWriter, is_pipeline, vocab_rows
@@ -127,6 +128,11 @@ class DeepSpeed(Format):
     def replicas_load(self, name: str) -> bool:
         """True for the weights of a model-parallel rank, and for those of a layer of a pipeline."""
         return replicas_load(name)
+
+    def settings_kept(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """The order of the ranks that share experts, as native targets have it from the source's config."""
+        config = RunConfig.of(facts_of(checkpoint).entries.get(CONFIG))
+        return {"use_data_before_expert_parallelism": config.data_before_experts}
 
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
         """The state that `diff` compares: model states without entries of the layout; loss scale; gradient clipping."""

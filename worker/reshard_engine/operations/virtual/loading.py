@@ -1,8 +1,8 @@
 """Virtual checkpoints for programs that load files by path: DeepSpeed's `load_checkpoint`, and trainers around it.
 
-No file of a target is written. DeepSpeed's loader opens files by path, looks whether some exist, and reads each with
-the engine's own `checkpoint_engine`: so it is given a temporary directory of empty stubs with the right names, and a
-checkpoint engine that reads a stub's file from the virtual checkpoint.
+No file of a target is written. Loaders open files by path, look whether some exist, and read each with `torch.load`: so
+they are given a temporary directory of empty stubs with the right names, and a `torch.load` that reads a stub's file
+from the virtual checkpoint.
 
 Source: torch 2.13.0 `serialization.py` (`load`), `distributed/checkpoint/filesystem.py` (`FileSystem`); deepspeed
 0.19.8 `runtime/engine.py` (`load_checkpoint`), `runtime/checkpoint_engine/checkpoint_engine.py`.
@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from reshard.choices import TargetFormat
-from reshard.errors import JobError, ReshardError, SourceError, printable
+from reshard.errors import JobError, RequestError, ReshardError, SourceError, printable
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.formats.registry import format_writing
 from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
@@ -105,6 +106,8 @@ class StubDirectory:
         self.directory = os.path.abspath(directory)
         self.layout = layout
         self._errors: list[ReshardError] | None = None
+        self._replicas: Any = None
+        self._kept: tuple[str, Any] | None = None
         for file in layout.layout.files:
             path = os.path.join(directory, file.path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -126,39 +129,64 @@ class StubDirectory:
         return name if name in self.layout.sizes else None
 
     @contextmanager
-    def open(self, name: str, replicas: Any = None) -> Generator[io.RawIOBase]:
-        """Open a file of the virtual checkpoint, whose reads keep their errors.
-
-        Args:
-            name: The file.
-            replicas: A group of processes that all read the file in the same way: each reads a part of the source for
-                all of them. By default this process reads it alone.
-        """
-        read = partial(self._read, name)
-        if replicas is None:
-            with self.layout.open_raw(name, read) as file:
-                yield file
-            return
-        shared = _SharedReads(replicas, read, self.layout.file(name).size_bytes)
-        with closing(shared), self.layout.open_raw(name, shared.read_into) as file:
+    def open(self, name: str) -> Generator[io.RawIOBase]:
+        """Open a file of the virtual checkpoint, whose reads keep their errors."""
+        with self.layout.open_raw(name, partial(self._read, name)) as file:
             yield file
+
+    def load(self, name: str, load: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        """The contents of a file, as `torch.load` with these arguments makes them.
+
+        DeepSpeed loads the first file of weights twice in a row: to look at one entry, and to take its weights. The
+        second call returns what the first has loaded.
+
+        Source: deepspeed 0.19.8 `runtime/state_dict_factory.py` (`SDLoaderBase.check_ckpt_list`, `load`).
+        """
+        kept, self._kept = self._kept, None
+        is_twice = self._errors is not None and callable(more.get("map_location"))
+        if kept is not None and kept[0] == name and is_twice:
+            return kept[1]
+        del kept  # its memory is for the next one
+        more["mmap"] = None
+        if self._errors is None or not format_writing(self.to).replicas_load(name):
+            with self.open(name) as file:
+                return load(file, *arguments, **more)
+        contents = self._load_together(name, partial(load, *arguments, **more))
+        if is_twice:
+            self._kept = name, contents
+        return contents
+
+    def _load_together(self, name: str, load: Callable[[Any], Any]) -> Any:
+        """The contents of a file that all replicas load. From a store each of them reads a part of it for all."""
+        if self._replicas is None:
+            with self.open(name) as file:
+                return load(file)
+        shared = _SharedReads(self._replicas, partial(self._read, name), self.layout.file(name).size_bytes)
+        with closing(shared), self.layout.open_raw(name, shared.read_into) as file:
+            return load(file)
 
     def lies_in(self, directory: str | os.PathLike[str]) -> bool:
         """True if this is the directory, or lies in it."""
         return is_within(self.directory, os.path.abspath(os.fspath(directory)))
 
     @contextmanager
-    def keeping_errors(self) -> Generator[None]:
-        """Keep errors of reads for `prove`, and read zeros in place of what was not read.
+    def loading(self, engine: Any) -> Generator[None]:
+        """Keep errors of reads for `prove` while an engine of DeepSpeed loads, and read zeros where reading failed.
 
-        A loader that stopped on one process would leave the others waiting in a collective call.
+        A loader that stopped on one process would leave the others waiting in a collective call. What all
+        data-parallel ranks of the engine load comes once from a store. From a local source each rank reads it itself,
+        as in any load: the page cache holds it.
         """
         self._errors = []
+        group = None if self.layout.checkpoint.is_local or not _is_run() else engine.seq_data_parallel_group
+        self._replicas = group if group is not None and dist.get_world_size(group) > 1 else None
         try:
             yield
         except BaseException:
             self._errors = None
             raise
+        finally:
+            self._replicas = self._kept = None
 
     def prove(self) -> None:
         """Prove that what was read was the source's, and that the source is what it was.
@@ -247,55 +275,30 @@ def _device_of(group: Any) -> torch.device:
     return torch.device("cpu") if accelerator is None or "cpu:" in dist.get_backend_config(group) else accelerator
 
 
-class StubEngine:
-    """A checkpoint engine of DeepSpeed that loads stubs from their virtual checkpoint, and all else as before.
-
-    Weights that all data-parallel ranks load come once from an object store: each rank reads a part of them. From a
-    local source each rank reads them itself, as in any load: the page cache holds them.
-    """
-
-    def __init__(self, engine: Any, made: StubDirectory) -> None:
-        """Take the engine of DeepSpeed, whose own checkpoint engine loads the files' contents, too."""
-        self._engine, self._made = engine.checkpoint_engine, made
-        group = None if made.layout.checkpoint.is_local or not _is_run() else engine.seq_data_parallel_group
-        self._replicas = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._kept: tuple[str, Any] | None = None
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """The contents of a file of `torch.save`.
-
-        DeepSpeed loads the first file of weights twice in a row: to look at one entry, and to take its weights. The
-        second call returns what the first has loaded.
-
-        Source: deepspeed 0.19.8 `runtime/state_dict_factory.py` (`SDLoaderBase.check_ckpt_list`, `load`).
-        """
-        name = self._made.file_of(path)
-        if name is None:
-            return self._engine.load(path, map_location)
-        kept, self._kept = self._kept, None
-        if kept is not None and kept[0] == name and callable(map_location):
-            return kept[1]
-        del kept  # its memory is for the next one
-        is_shared = format_writing(self._made.to).replicas_load(name)
-        with self._made.open(name, self._replicas if is_shared else None) as file:
-            contents = self._engine.load(file, map_location)
-        if is_shared and callable(map_location):
-            self._kept = name, contents
-        return contents
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the engine's own."""
-        return getattr(self._engine, name)
+_OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "DeepSpeedZeRoOffload")
+"""The classes of DeepSpeed that partition an optimizer's states, or parameters alone, as native files have them."""
 
 
 def layout_of(engine: Any) -> dict[str, Any]:
-    """The options of a native target that this engine of DeepSpeed loads, by their names in `DeepSpeedOptions`.
+    """The options of a native target that an engine of DeepSpeed loads, by the names of `convert`'s options.
 
-    Source: deepspeed 0.19.8 `runtime/engine.py` (`seq_dp_world_size`, `mp_world_size`), `runtime/pipe/engine.py`
-    (`PipelineEngine.grid`), `runtime/pipe/module.py` (`PipelineModule.parts`: the first layer of each stage, and the
-    number of layers), `moe/layer.py` (`MoE.ep_size`),
-    `module_inject/auto_ep_layer.py` (`AutoEPMoELayer.ep_size`).
+    All processes of the run call it. A stage of a pipeline may have none of the model's experts.
+
+    Raises:
+        RequestError: `request.unsatisfiable`: the engine loads no native files, or its layout is not one of theirs.
     """
+    found = together(lambda: _layout_here(engine))
+    return {**found, "ep": max(_gathered(found["ep"]))}
+
+
+def _layout_here(engine: Any) -> dict[str, Any]:
+    """The options, as far as this process sees them.
+
+    Source: deepspeed 0.19.8 `runtime/engine.py` (`seq_dp_world_size`, `mp_world_size`, `_get_zero_ckpt_prefix`),
+    `runtime/pipe/engine.py` (`PipelineEngine.grid`), `runtime/pipe/module.py` (`PipelineModule.parts`: the first layer
+    of each stage, and the number of layers).
+    """
+    _refuse_other_files(engine)
     grid = getattr(engine, "grid", None)
     pp = 1 if grid is None else int(grid.pipe_parallel_size)
     stage = str(int(engine.zero_optimization_stage()))
@@ -303,17 +306,107 @@ def layout_of(engine: Any) -> dict[str, Any]:
         "dp": int(engine.seq_dp_world_size),
         "tp": int(engine.mp_world_size) if grid is None else int(grid.get_slice_parallel_world_size()),
         "pp": pp,
+        "ep": _expert_ranks(engine),
         "zero_stage": "bf16" if type(engine.optimizer).__name__ == "BF16_Optimizer" else stage,
+        "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
     }
     if pp > 1:
         found["partition_method"] = ",".join(str(first) for first in engine.module.parts[:-1])
-    if engine.has_moe_layers:
-        found["ep"] = max(int(m.ep_size) for m in engine.module.modules() if hasattr(m, "ep_size"))
     if stage == "3":
         found["sub_group_size"] = int(engine.zero_sub_group_size())
     if stage in ("1", "2"):
         found["round_robin_gradients"] = bool(engine.zero_round_robin_gradients())
+        # Versions that have no such setting align nothing.
+        aligned: Callable[[], Any] = getattr(engine, "zero_parameter_alignment", lambda: False)
+        found["parameter_alignment"] = bool(aligned())
     return found
+
+
+def _refuse_other_files(engine: Any) -> None:
+    """Refuse engines that load other files than native ones, or into states that lie in another way.
+
+    Source: deepspeed 0.19.8 `runtime/engine.py` (`load_checkpoint`: with states on NVMe it reads nothing but swap
+    files, `offloaded_tensors/rankNN`, of a run with the same ranks), `runtime/zero/stage3.py` (`_rigid_load_state_dict`
+    falls over parameters on NVMe, verified by running), `runtime/zenflow` (matrices are transposed),
+    `runtime/superoffload/superoffload_stage3.py` (`_create_fp16_sub_groups` cuts sub-groups in its own way).
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    kind, zero = type(engine.optimizer).__name__, "zero_optimization of the run's config"
+    if engine.load_universal_checkpoint():
+        raise RequestError(
+            "request.unsatisfiable",
+            "the engine loads universal checkpoints alone",
+            fix='set "load_universal": false in the section checkpoint of the run\'s config',
+        )
+    on_nvme = {"offload_optimizer": engine.zero_nvme_offload_optimizer(), "offload_param": _swaps(engine)}
+    if held := [name for name, swapped in on_nvme.items() if swapped]:
+        parts = ", ".join(f'"{name}": {{"device": "cpu"}}' for name in held)
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the engine has {' and '.join(held)} on NVMe, where DeepSpeed loads nothing that other ranks saved",
+            fix=f"set {parts} in {zero}",
+        )
+    zenflow = getattr(engine, "zenflow", False)
+    if engine.zero_optimization() and (kind not in _OPTIMIZERS or zenflow):
+        name = "ZenFlow" if zenflow else kind
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the engine's optimizer is {name}, whose states lie in a way of its own",
+            fix=f"take zenflow and super_offload out of {zero}",
+        )
+
+
+def _swaps(engine: Any) -> bool:
+    """True if an engine keeps parameters on NVMe."""
+    offloaded = engine.zero_offload_param()
+    return offloaded is not None and bool(offloaded.device == "nvme")
+
+
+def _expert_ranks(engine: Any) -> int:
+    """The number of expert-parallel ranks of an engine; 1 without experts.
+
+    Source: deepspeed 0.19.8 `moe/layer.py` (`MoE.ep_size`), `module_inject/auto_ep_layer.py`
+    (`AutoEPMoELayer.ep_size`), `runtime/engine.py` (`_configure_distributed_model`: these classes make
+    `has_moe_layers`; other classes of a model may have an attribute of that name).
+
+    Raises:
+        RequestError: `request.unsatisfiable` if layers have different numbers.
+    """
+    if not engine.has_moe_layers:
+        return 1
+    kinds = [("deepspeed.moe.layer", "MoE"), ("deepspeed.module_inject.auto_ep_layer", "AutoEPMoELayer")]
+    known = tuple(getattr(import_module(module), name) for module, name in kinds if find_spec(module) is not None)
+    sizes = sorted({int(m.ep_size) for m in engine.module.modules() if isinstance(m, known)})
+    if len(sizes) > 1:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the model has layers with experts over {', '.join(map(str, sizes))} ranks, and native files are written "
+            "for one number",
+            fix="give all MoE layers of the model one ep_size",
+        )
+    return sizes[0]
+
+
+def _prove_order_of_experts(engine: Any, layout: VirtualCheckpoint) -> None:
+    """Refuse an engine in which other ranks share experts than in the files: these have the order of the source's run.
+
+    Source: deepspeed 0.19.8 `utils/groups.py` (`_create_expert_and_data_parallel`).
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    name = "use_data_before_expert_parallelism"
+    ep, dp = _expert_ranks(engine), int(engine.seq_dp_world_size)
+    said = format_writing(TargetFormat.ZERO).settings_kept(layout.checkpoint).get(name, False)
+    if 1 < ep < dp and bool(engine._config.use_data_before_expert_parallel_) is not said:  # noqa: SLF001 - no other way
+        word = "true" if said else "false"
+        raise RequestError(
+            "request.unsatisfiable",
+            f"experts lie on ranks in the order of {name}: {word}, which the source's run had, and this run has not",
+            fix=f'set "{name}": {word} in the run\'s config',
+        )
 
 
 def load_into_deepspeed(
@@ -335,16 +428,11 @@ def load_into_deepspeed(
     Raises:
         ReshardError: See `together`. After an error of the source the engine holds no state to train on.
     """
-    own = engine.checkpoint_engine
     with tempfile.TemporaryDirectory(prefix="reshard-", ignore_cleanup_errors=True) as place:
         made = stubs(request, compare=compare, home=place)
-        try:
-            engine.checkpoint_engine = StubEngine(engine, made)
-            tag = os.path.basename(made.directory)
-            return _load_all(lambda: engine.load_checkpoint(place, tag, **arguments), [made])
-        finally:
-            engine.checkpoint_engine = own
-            made.layout.close()
+        with serving([made]):
+            together(lambda: _prove_order_of_experts(engine, made.layout))
+            return cast("tuple[Any, Any]", engine.load_checkpoint(place, os.path.basename(made.directory), **arguments))
 
 
 def stubs(request: ConvertRequest, *, compare: bool, home: str | None = None) -> StubDirectory:
@@ -377,11 +465,11 @@ def _rank() -> int:
     return int(told) if told.isdecimal() else 0
 
 
-def _load_all(load: Callable[[], _Value], made: Sequence[StubDirectory]) -> _Value:
+def _load_all(engine: Any, load: Callable[[], _Value], made: Sequence[StubDirectory]) -> _Value:
     """Load stubs on all processes of a run; zeros stand for what one of them could not read, and then all raise."""
     with ExitStack() as kept:
         for one in made:
-            kept.enter_context(one.keeping_errors())
+            kept.enter_context(one.loading(engine))
         result = together(load)
     for one in made:
         together(one.prove)
@@ -413,8 +501,7 @@ def serving(made: Sequence[StubDirectory]) -> Generator[None]:
         stub = found(f)
         if stub is None:
             return load(f, *arguments, **more)
-        with stub[0].open(stub[1]) as file:
-            return load(file, *arguments, **{**more, "mmap": None})
+        return stub[0].load(stub[1], load, *arguments, **more)
 
     @contextmanager
     def stream_of_stub(self: FileSystem, path: str | os.PathLike[str], mode: str) -> Generator[Any]:
@@ -424,7 +511,7 @@ def serving(made: Sequence[StubDirectory]) -> Generator[None]:
                 yield stream
             return
         with stub[0].open(stub[1]) as file:
-            yield file
+            yield io.BufferedReader(file)
 
     with ExitStack() as undo:
         undo.enter_context(_set(torch, "load", load_stub))
@@ -448,7 +535,7 @@ def _agreeing(made: Sequence[StubDirectory]) -> Generator[None]:
     def load_checkpoint(self: Any, load_dir: str, *arguments: Any, **more: Any) -> Any:
         inside = [one for one in made if one.lies_in(load_dir)]
         call = partial(load, self, load_dir, *arguments, **more)
-        return _load_all(call, inside) if inside else call()
+        return _load_all(self, call, inside) if inside else call()
 
     with _set(engine, "load_checkpoint", load_checkpoint):
         yield
