@@ -2,10 +2,11 @@
 
 No file of a target is written. Loaders open files by path, look whether some exist, and read each with `torch.load`: so
 they are given a temporary directory of empty stubs with the right names, and a `torch.load` that reads a stub's file
-from the virtual checkpoint.
+from the virtual checkpoint. DeepSpeed's `checkpoint_engine` does not see all of them: at ZeRO-3 without optimizer
+states, `load_checkpoint` takes the weights from `utils/zero_to_fp32.py`, which calls `torch.load` itself.
 
 Source: torch 2.13.0 `serialization.py` (`load`), `distributed/checkpoint/filesystem.py` (`FileSystem`); deepspeed
-0.19.8 `runtime/engine.py` (`load_checkpoint`), `runtime/checkpoint_engine/checkpoint_engine.py`.
+0.19.8 `runtime/engine.py` (`load_checkpoint`), `runtime/checkpoint_engine/torch_checkpoint_engine.py`.
 """
 
 from __future__ import annotations
