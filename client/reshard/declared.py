@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
+    from reshard.models.jobs import ConvertRequest
+
 _SECTIONS = tuple(Section)
 _SECTIONS_OF_ENSURE: Mapping[str, str] = {"": Section.TARGET, Section.LAYOUT: "Target layout"}
 """The parts of the help of `ensure` that have other names than those of a conversion."""
@@ -32,6 +35,7 @@ _WORDS = (
     (re.compile(r"\bDST\b"), "the target"),
 )
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
+_WORD = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +160,28 @@ def options_of_source() -> dict[str, Declared]:
 def options_of_layout() -> dict[str, Declared]:
     """The options that decide the bytes of a target; those of a run have nothing to decide without one."""
     return {name: option for name, option in declared_options().items() if not option.option.of_run}
+
+
+def flags_of(request: ConvertRequest) -> list[str]:
+    """The flags of `reshard convert SRC DST` that ask for the bytes of the request's target.
+
+    Places, and files whose texts are in the request, are placeholders such as DIR: they lie elsewhere for who reads it.
+    """
+    flags = ["--to", str(request.to)]
+    for option in options_of_layout().values():
+        model: Any = request
+        for name in option.within:
+            model = getattr(model, name, None)
+        value = getattr(model, option.field, None)
+        if value is None or value == option.info.get_default() or option.field == "profile":
+            continue
+        if isinstance(value, bool):
+            flags.append(option.flag if value else f"--no-{option.flag[2:]}")
+            continue
+        is_word = option.option.parse is None or _WORD.fullmatch(str(value)) is not None
+        known = is_word and not option.names_place and option.kind is not Path
+        flags += [option.flag, str(value) if known else option.option.metavar or "FILE"]
+    return flags
 
 
 def present_names(given: Mapping[str, Any], options: Mapping[str, Declared]) -> dict[str, Any]:

@@ -48,12 +48,18 @@ from reshard.wire_model import MOST_BYTES, RequestModel
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
 DEFAULT_PART_BYTES = 64 << 20
 _AS_IN_TARGET_RUN = "As in the ds_config of the target run; default: as in SRC."
+_HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+"""A name of the Hugging Face hub. Source: huggingface_hub 2.4.0 `utils/_validators.py` (`validate_repo_id`)."""
 _ParameterName = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 def is_none(value: object) -> bool:
     """True for None: such a field is left out of the JSON, so that older programs can read it."""
     return value is None
+
+
+def _is_false(value: object) -> bool:
+    return value is False
 
 
 class SourceChoices(RequestModel):
@@ -598,6 +604,27 @@ class WeightsOptions(FormatOptions):
         ),
     ] = Field(default=None, ge=1, le=MOST_BYTES)
     """Largest size of one weights file; the default is 5 GB."""
+    card: Annotated[
+        bool,
+        Option(
+            "Write README.md, a model card: source, digest, command, casts, what was left out.",
+            Section.TARGET,
+            12,
+            label="Model card",
+        ),
+    ] = Field(default=False, exclude_if=_is_false)
+    """Consolidated weights and adapters: write `README.md`, a model card that `huggingface_hub` reads."""
+    base_model: Annotated[
+        str | None,
+        Option(
+            "Model of the hub that the run began from, for the card: ORG/NAME.",
+            Section.TARGET,
+            13,
+            metavar="ID",
+            label="Base model of the card",
+        ),
+    ] = Field(default=None, pattern=rf"^(?:{_HUB_NAME}/)?{_HUB_NAME}$", max_length=193, exclude_if=is_none)
+    """The `base_model` of the card. A path in `config.json` looks like such a name, so that it is not taken for one."""
 
 
 class PeftOptions(FormatOptions):

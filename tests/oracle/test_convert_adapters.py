@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import BartForConditionalGeneration
@@ -117,9 +118,13 @@ def test_inspection_says_that_there_are_adapters(run: Run, trained: TrainedFacto
     assert "peft" not in named(trained("z2_bf16").dir)
 
 
-def test_sixteen_bits(run: Run, tmp_path: Path) -> None:
+def test_sixteen_bits_and_a_card(run: Run, tmp_path: Path) -> None:
     folder = run(2)
-    convert(folder / "state", tmp_path / "adapter", "peft", model_files=str(folder / "config"), dtype="bf16")
+    options = {"dtype": "bf16", "card": True, "base_model": "org/bart"}
+    convert(folder / "state", tmp_path / "adapter", "peft", model_files=str(folder / "config"), **options)
+    card = ModelCard.load(tmp_path / "adapter" / "README.md")
+    assert card.data.to_dict() == {"library_name": "peft", "base_model": "org/bart", "tags": ["reshard"]}
+    assert _opened(tmp_path / "adapter") is not None
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {t.dtype for t in found.values()} == {torch.bfloat16}
     assert all(".default" not in name for name in found)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 import reshard
@@ -74,9 +75,10 @@ def equal(one: Path, other: Path) -> bool:
 @megatron_is_needed
 @pytest.mark.parametrize(("family", "tp"), LAYOUTS)
 def test_transformers_computes_what_megatron_computed(family: str, tp: int, saved: Saved, tmp_path: Path) -> None:
-    """With our `config.json`, a padded vocabulary, at both sizes of tensor parallelism; and back bit for bit."""
+    """With our `config.json`, card and padded vocabulary, at both sizes of tensor parallelism; back bit for bit."""
     run = saved(family, tp)
-    result = convert(run / "ckpt", tmp_path / "hf", names="hf", hf_rules=SAID.get(family))
+    result = convert(run / "ckpt", tmp_path / "hf", names="hf", hf_rules=SAID.get(family), card=True)
+    assert ModelCard.load(tmp_path / "hf" / "README.md").data.library_name == "transformers"
     assert not any("config.json" in warning for warning in result.warnings)
     model = transformers_model(tmp_path / "hf")
     assert type(model).__name__ == json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"][0]

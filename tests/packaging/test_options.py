@@ -23,7 +23,7 @@ from reshard.cli import flags as flags_module
 from reshard.cli.flags import ConversionFlags
 from reshard.cli.given import called
 from reshard.dcp_options import Framework
-from reshard.declared import declared_options
+from reshard.declared import declared_options, flags_of
 from reshard.ensuring.call import loader_of
 from reshard.ensuring.world import DistributedLayout, Wanted
 from reshard.errors import RequestError
@@ -72,6 +72,7 @@ SAMPLES: dict[str, Any] = {
     "ckpt_format": "torch",
     "optimizer_sharding": "dp_reshardable",
     "common_state": "entry",
+    "base_model": "org/name",
 }
 """Values of flags whose kind does not say one."""
 BYTES_KEPT = {
@@ -156,6 +157,28 @@ def test_a_flag_arrives_in_its_field(field: str, tmp_path: Path) -> None:
     for place in [*places, field]:
         assert {n for n in before | after if before.get(n) != after.get(n)} == {place}
         before, after = before.get(place), after[place]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_request_says_its_flags(field: str, tmp_path: Path) -> None:
+    """As a command line that asks for the same bytes; placeholders stand for what lies on another machine."""
+    value = sample(field)
+    if field in {"rules", "megatron_args"}:
+        value = tmp_path / "rules.yaml"
+        value.write_text("{}")
+    flags = flags_of(flags_with(field, value).request("a", "b"))
+    assert flags[:2] == ["--to", "safetensors"]
+    option = declared_options()[flag_of(field)]
+    if field in BYTES_KEPT - {"tag"}:
+        assert flags[2:] == []
+    elif option.kind is bool:
+        assert flags[2:] == [option.flag]
+    else:
+        placeholder = option.names_place or option.kind is Path
+        assert flags[2:] == [
+            option.flag,
+            (option.option.metavar or "FILE") if placeholder else str(option.value(value)),
+        ]
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -129,6 +129,10 @@ class OptionKeywords(TypedDict, total=False):
     """Write `latest` beside the target; default: where its parent is a save directory."""
     target_profile: str | None
     """Storage profile for the target."""
+    card: bool
+    """Write README.md, a model card: source, digest, command, casts, what was left out."""
+    base_model: str | None
+    """Model of the hub that the run began from, for the card: ORG/NAME."""
     dp: int | None
     """Data-parallel ranks."""
     tp: int

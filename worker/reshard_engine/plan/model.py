@@ -100,6 +100,11 @@ def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def source_digest(source: dict[str, Any]) -> str:
+    """Digest of a source's format and files, each with its pin. The same checkpoint may be named in several ways."""
+    return _digest({k: v for k, v in source.items() if k not in {"url", "tag"}})
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that an executor must know, except the metadata of the source, which it reads again."""
@@ -144,7 +149,7 @@ class Plan:
     @property
     def source_digest(self) -> str:
         """Digest of the source's files, each with its pin."""
-        return _digest({k: v for k, v in self.source.items() if k not in {"url", "tag"}})
+        return source_digest(self.source)
 
     @property
     def on_overflow(self) -> OverflowPolicy:

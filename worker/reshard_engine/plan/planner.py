@@ -210,7 +210,7 @@ def plan_conversion(
         cuts, more = dict[int, Cuts](), 0
         units = tuple(_units(layout.files, chunk_bytes, cuts, in_parts=in_parts))
     return Plan(
-        source=_source(checkpoint),
+        source=source_facts(checkpoint),
         target=request_facts(request) | _merged(checkpoint),
         files=tuple(PlannedFile(f.path, f.size_bytes, f.commit, f.template.digest) for f in layout.files),
         units=units,
@@ -233,7 +233,8 @@ def _strided_warning(checkpoint: Checkpoint) -> list[str]:
     return [f"{strided}: each unit that needs one reads all of it"]
 
 
-def _source(checkpoint: Checkpoint) -> dict[str, object]:
+def source_facts(checkpoint: Checkpoint) -> dict[str, object]:
+    """Place and format of a source, and its files with their pins."""
     return {
         "url": checkpoint.url,
         "tag": checkpoint.tag,

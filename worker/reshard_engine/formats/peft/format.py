@@ -16,6 +16,7 @@ from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats import carried
 from reshard_engine.formats.format import DryRun, Format, Writer
+from reshard_engine.formats.model_card import with_card
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config, adapter_files
 from reshard_engine.formats.peft.adapters import merged
@@ -183,7 +184,8 @@ class PeftWriter:
             *carried.extra_states(checkpoint),
             *carried.named((f"module.{fqn}" for fqn in rest), "no part of the adapter"),
         )
-        return TargetLayout(files, None, warnings=absent, not_carried=left)
+        layout = TargetLayout(files, None, warnings=absent, not_carried=left)
+        return with_card(layout, checkpoint, request, weights=weights)
 
 
 def _weights_file(weights: Sequence[Weight]) -> TargetFile:

@@ -13,6 +13,7 @@ from reshard.errors import RequestError, SourceError, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
+from reshard_engine.formats.model_card import check_card
 from reshard_engine.formats.model_weights import model_dtype
 from reshard_engine.formats.weight_files import SafetensorsReader, TorchWeightsReader
 from reshard_engine.formats.weights.writer import SafetensorsWriter, TorchWeightsWriter
@@ -40,13 +41,14 @@ class Weights(Format):
         return TorchWeightsWriter()
 
     def check_request(self, request: ConvertRequest) -> None:
-        """Refuse a size of weights files in a request that writes none, and a target that is named as one file."""
+        """Refuse options of weights in a request that writes none, and a target that is named as one file."""
         if request.to not in self.targets and request.options.weights.max_shard_bytes is not None:
             raise RequestError(
                 "request.invalid",
                 "--max-shard-size is for consolidated weights",
                 fix="--to safetensors",
             )
+        check_card(request)
         if request.to in self.targets:
             _refuse_file_name(request)
 

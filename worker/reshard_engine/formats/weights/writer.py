@@ -14,6 +14,7 @@ from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats import carried
+from reshard_engine.formats.model_card import with_card
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PRuns, ordered_dict
@@ -79,7 +80,8 @@ def lay_out_weights(
         files.append(TargetFile(f"{stem}.{suffix}.index.json", literal_template(text), (), commit=True))
     warnings = [carried.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
     not_carried = _not_carried(checkpoint, request, extra_states)
-    return TargetLayout(tuple(files), None, tuple(warnings), not_carried=not_carried)
+    layout = TargetLayout(tuple(files), None, tuple(warnings), not_carried=not_carried)
+    return with_card(layout, checkpoint, request, weights=weights)
 
 
 def _not_carried(
