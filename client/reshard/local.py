@@ -50,6 +50,8 @@ if TYPE_CHECKING:
         FingerprintReport,
         LayoutPair,
         LayoutPicture,
+        PruneReport,
+        RunListing,
     )
     from reshard.options import SourceSpec
     from reshard.shared_work import SharedWork
@@ -414,6 +416,23 @@ class Engine(Protocol):
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
     ) -> CleanReport:
         """Remove files that unfinished conversions into a target left, unless a process still uses them."""
+        ...
+
+    def steps(self, run: str, *, profile: str | None = None) -> RunListing:
+        """List the checkpoints in the directory of a run, from their metadata."""
+        ...
+
+    def prune(
+        self,
+        run: str,
+        *,
+        keep_last: int,
+        keep_every: int | None = None,
+        weights_only: bool = False,
+        profile: str | None = None,
+        only: Collection[str] | None = None,
+    ) -> PruneReport:
+        """Decide what goes of a run's checkpoints, and remove those that are in `only`; without it, remove nothing."""
         ...
 
     def checkup(self, places: Sequence[str], profile: str | None = None) -> Iterator[Finding]:

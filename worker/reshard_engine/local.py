@@ -35,6 +35,9 @@ from reshard.models.reports import (
     FingerprintReport,
     LayoutPair,
     LayoutPicture,
+    PrunePolicy,
+    PruneReport,
+    RunListing,
 )
 from reshard.options import SourceSpec
 from reshard.shared_work import SharedWork
@@ -299,6 +302,28 @@ class LocalEngine:
 
         idle_s = 0.0 if idle else IDLE_S
         return clean_target(open_location(target, profile), dry_run=dry_run, idle_s=idle_s)
+
+    def steps(self, run: str, *, profile: str | None = None) -> RunListing:
+        """List the checkpoints of a run."""
+        from reshard_engine.operations.steps import steps_of
+
+        return steps_of(open_location(run, profile))
+
+    def prune(
+        self,
+        run: str,
+        *,
+        keep_last: int,
+        keep_every: int | None = None,
+        weights_only: bool = False,
+        profile: str | None = None,
+        only: Collection[str] | None = None,
+    ) -> PruneReport:
+        """Decide what goes of a run's checkpoints and, of the names in `only`, remove it."""
+        from reshard_engine.operations.steps import prune
+
+        policy = PrunePolicy(keep_last=keep_last, keep_every=keep_every, weights_only=weights_only)
+        return prune(open_location(run, profile), policy, only=only)
 
     def checkup(self, places: Sequence[str], profile: str | None = None) -> Iterator[Finding]:
         """Check libraries, credentials, GPU and places, one after the other."""

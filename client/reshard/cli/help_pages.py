@@ -112,6 +112,14 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("List what unfinished conversions left", "reshard clean weights --dry-run"),
         ("Remove it", "reshard clean weights"),
     ),
+    "ls": (
+        ("What a run has kept, and what it resumes from", "reshard ls run1"),
+        ("In an object store, for a script", "reshard ls s3://bucket/run1 --json"),
+    ),
+    "prune": (
+        ("What would go?", "reshard prune run1 --keep-last 3 --keep-every 1000 --dry-run"),
+        ("Without asking, in a script", "reshard prune run1 --keep-last 3 --yes"),
+    ),
     "doctor": (
         ("Before the first conversion", "reshard doctor"),
         ("With the places that it will read and write", "reshard doctor s3://bucket/run1 weights"),

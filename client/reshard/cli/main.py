@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from reshard.cli import admin, drop_in, ensuring, local, remote
+from reshard.cli import admin, drop_in, ensuring, local, remote, steps
 from reshard.cli.help_pages import Commands, complain
 from reshard.cli.job_tables import DetachedError
 from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, printable
@@ -33,6 +33,7 @@ drop_in.register(app)
 drop_in.register_merging(app)
 local.register_slim(app)
 local.register_clean(app)
+steps.register(app)
 local.register_doctor(app)
 remote.register(app)
 admin.register_webhooks(app)

@@ -11,7 +11,7 @@ from reshard.errors import counted
 from reshard.installed_formats import OfInstalledFormats
 from reshard.models.jobs import NotCarried
 from reshard.options import Options
-from reshard.wire_model import SCHEMA_VERSION, RenderedModel, ShownModel, WireModel
+from reshard.wire_model import SCHEMA_VERSION, RenderedModel, RequestModel, ShownModel, WireModel
 
 
 class DiffOptions(WireModel):
@@ -243,3 +243,80 @@ class LayoutPair(RenderedModel):
 
     source: LayoutPicture
     target: LayoutPicture
+
+
+# The steps of a run, and what a policy keeps of them.
+
+
+class RunStep(WireModel):
+    """One checkpoint in the directory of a run."""
+
+    name: str
+    """Its path relative to the run."""
+    format: str | None = None
+    """The format as `inspect` names it; None if its reader refuses the checkpoint."""
+    world: dict[str, int] = Field(default_factory=dict)
+    step: int | None = None
+    """The step that the checkpoint holds, or else the number of its name, if names and steps of the run agree."""
+    files: int
+    size_bytes: int
+    """Bytes of all files below the path, also of those that no reader needs."""
+    complete: bool
+    """True if its reader accepts the whole metadata: every rank and every file is there. No tensor is read."""
+    code: str = ""
+    """The code of the error with which the reader refuses it."""
+    detail: str = ""
+    named_by: tuple[str, ...] = ()
+    """The pointers, trackers and links that name it: what runs resume from."""
+    in_use: bool = False
+    """True if a conversion into it has not ended, or has left files that `reshard clean` removes."""
+
+
+class RunListing(WireModel):
+    """The checkpoints in the directory of a run, by step."""
+
+    schema_version: int = SCHEMA_VERSION
+    url: str
+    steps: tuple[RunStep, ...]
+    others: tuple[str, ...] = ()
+    """Directories that no format recognises as one checkpoint, among them runs of their own."""
+    removing: tuple[str, ...] = ()
+    """Checkpoints whose removal was begun and has not ended: `reshard prune` ends it."""
+
+
+class PrunePolicy(RequestModel):
+    """The steps of a run to keep."""
+
+    keep_last: int = Field(ge=1)
+    """So many of the latest complete steps."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Every step that is a multiple of this number."""
+    weights_only: bool = False
+    """Of what goes, keep the weights where they are in files of their own."""
+
+
+class PruneDecision(WireModel):
+    """A checkpoint of a run, and why a policy keeps it."""
+
+    name: str
+    step: int | None
+    files: int
+    size_bytes: int
+    kept_for: str = ""
+    """Why it is kept; empty if it goes."""
+
+
+class PruneReport(WireModel):
+    """What a policy keeps and removes of a run."""
+
+    schema_version: int = SCHEMA_VERSION
+    url: str
+    removed: bool
+    """True if what goes is gone; false if it is only shown."""
+    weights_only: bool = False
+    """True if the weights of what goes stay: files and sizes are those of the training states."""
+    decisions: tuple[PruneDecision, ...]
+    finished: tuple[str, ...] = ()
+    """Checkpoints whose removal an earlier call had begun, and that go now."""
+    others: tuple[str, ...] = ()
+    """As in `RunListing`; they are never removed."""

@@ -259,6 +259,37 @@ def pointed_tag(location: Location, name: str) -> str | None:
         return None
 
 
+def pointers_in(location: Location, listing: Listing) -> list[tuple[str, str]]:
+    """(pointer, path of what it names) of all pointers and trackers in the directory of a run, dangling ones too.
+
+    Raises:
+        SourceError, StorageError: One of them cannot be read.
+    """
+    known, found = known_files(), list[tuple[str, str]]()
+    for name in dict.fromkeys(known.all_pointers):
+        info = listing.by_name.get(name)
+        if info is not None and info.size_bytes <= _POINTER_LIMIT_BYTES:
+            text = known.tag_in(name, read_bytes(location.store, info))
+            path = next((p for f in formats() if (p := f.pointed_directory(name, text)) is not None), text)
+            found.append((name, path))
+    for known_format in formats():
+        if (tag := known_format.tracked_tag(location, listing)) is not None:
+            found.append((f"tracker of {known_format.name}", tag))
+    name, step = _tracker(location.store, location.path, listing.by_name)
+    return [*found, (name, step)] if name else found
+
+
+def state_here(location: Location, listing: Listing) -> bool | None:
+    """True if the directory itself holds a training state, False for weights, None if neither lies directly in it."""
+    here = _recognise(location, listing, None)
+    return None if here is None else here.format.of_training
+
+
+def is_file_of_format(info: ObjectInfo) -> bool:
+    """True if a format reads a file of this name on its own."""
+    return _reader_of_file(info) is not None
+
+
 def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: str) -> Found:
     if pointer.size_bytes > _POINTER_LIMIT_BYTES:
         raise SourceError(

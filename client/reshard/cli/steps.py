@@ -1,0 +1,139 @@
+"""The commands of a run's directory: `ls` lists its checkpoints, `prune` removes old ones."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from reshard.cli.help_pages import GENERAL, HERE, SOURCE, aligned, hint, say
+from reshard.cli.local import JsonFlag
+from reshard.errors import counted, format_size, printable
+from reshard.local import load_engine
+
+if TYPE_CHECKING:
+    from reshard.models.reports import PruneReport, RunListing, RunStep
+
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="Directory of a run: a path or URL. Its checkpoints lie directly in it.")
+]
+Profile = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Storage profile (see RESHARD_PROFILES).", rich_help_panel=SOURCE)
+]
+_KEEP = "Keeping"
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the commands."""
+    app.command("ls", rich_help_panel=HERE)(list_steps)
+    app.command(rich_help_panel=HERE)(prune)
+
+
+def list_steps(run: Run, *, profile: Profile = None, as_json: JsonFlag = False) -> None:
+    """List the checkpoints of a run: step, format, layout, size, and whether each is complete. Reads only metadata."""
+    found = load_engine().steps(run, profile=profile)
+    if as_json:
+        say(found.model_dump_json())
+        return
+    say(*(step_lines(found) if found.steps else ["no checkpoint is here"]))
+    if found.others:
+        hint(f"not one checkpoint: {', '.join(map(printable, found.others))}")
+    if found.removing:
+        names = ", ".join(map(printable, found.removing))
+        hint(f"a removal has not ended: {names}; to end it: reshard prune {shlex.quote(run)} --keep-last N --yes")
+
+
+def step_lines(found: RunListing) -> Iterator[str]:
+    """A header and a line for each checkpoint."""
+    rows = [("STEP", "NAME", "FORMAT", "LAYOUT", "FILES", "SIZE", "STATE"), *map(_row, found.steps)]
+    return aligned(rows)
+
+
+def _row(step: RunStep) -> tuple[str, ...]:
+    state = "complete" if step.complete else f"{step.code}: {printable(step.detail, max_chars=96)}"
+    marks = [state, *(["in use"] if step.in_use else []), *(f"<- {name}" for name in step.named_by)]
+    layout = " ".join(f"{axis}={size}" for axis, size in step.world.items() if size > 1)
+    known = "-" if step.step is None else f"{step.step:,}"
+    size = format_size(step.size_bytes)
+    return known, printable(step.name), step.format or "-", layout or "-", f"{step.files:,}", size, "  ".join(marks)
+
+
+def prune(
+    run: Run,
+    *,
+    keep_last: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Keep the N latest complete steps.", rich_help_panel=_KEEP)
+    ],
+    keep_every: Annotated[
+        int | None,
+        typer.Option(metavar="STEPS", min=1, help="Also keep every multiple of STEPS.", rich_help_panel=_KEEP),
+    ] = None,
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only",
+            help="Of what goes, keep weights that are in files of their own; others stay whole.",
+            rich_help_panel=_KEEP,
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would go; ask nothing.", rich_help_panel=GENERAL)
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.", rich_help_panel=GENERAL)] = False,
+    profile: Profile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove old checkpoints of a run. Shows what would go, and asks; without a terminal, only --yes removes.
+
+    Kept whatever the options say: what `latest`, a tracker or a link names, what is not complete, what a conversion
+    writes, what has no known step or a name of its own such as `best`, and everything that is not one checkpoint.
+    """
+    engine = load_engine()
+    call = partial(
+        engine.prune, run, keep_last=keep_last, keep_every=keep_every, weights_only=weights_only, profile=profile
+    )
+    shown = call()
+    going = tuple(found.name for found in shown.decisions if not found.kept_for)
+    if not as_json:
+        say(*decision_lines(shown))
+    asked = yes or (not dry_run and sys.stdin.isatty() and _agreed(shown))
+    if dry_run or not asked or not (going or shown.finished):
+        if as_json:
+            say(shown.model_dump_json())
+        elif not dry_run and not asked and (going or shown.finished):
+            hint("nothing was removed; to remove it: --yes")
+        return
+    done = call(only=going)
+    if as_json:
+        say(done.model_dump_json())
+        return
+    gone = [found for found in done.decisions if found.name in going and not found.kept_for]
+    freed = format_size(sum(found.size_bytes for found in gone))
+    say(f"removed {counted(len(gone), 'checkpoint')}, {freed}")
+    for found in done.decisions:
+        if found.name in going and found.kept_for:
+            hint(f"stays after all: {printable(found.name)}: {printable(found.kept_for)}")
+
+
+def _agreed(shown: PruneReport) -> bool:
+    count = sum(not found.kept_for for found in shown.decisions) + len(shown.finished)
+    return bool(count) and typer.confirm(f"remove {counted(count, 'checkpoint')}?", err=True)
+
+
+def decision_lines(shown: PruneReport) -> Iterator[str]:
+    """A line for each checkpoint: what becomes of it and why, then the sums."""
+    for name in shown.finished:
+        yield f"goes: {printable(name)} (its removal has begun)"
+    for found in shown.decisions:
+        what = f"stays: {printable(found.name)} ({printable(found.kept_for)})" if found.kept_for else ""
+        part = "training state of " if shown.weights_only else ""
+        yield what or f"goes: {part}{printable(found.name)} ({format_size(found.size_bytes)})"
+    for name in shown.others:
+        yield f"stays: {printable(name)} (not one checkpoint)"
+    going = [found for found in shown.decisions if not found.kept_for]
+    freed = format_size(sum(found.size_bytes for found in going))
+    yield f"{counted(len(going), 'checkpoint')} of {len(shown.decisions)} would go: {freed}"

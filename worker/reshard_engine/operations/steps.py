@@ -1,0 +1,468 @@
+"""The steps of a run: lists the checkpoints in its directory (`reshard ls`), and removes old ones (`reshard prune`).
+
+Whatever is not certainly an old, complete, unnamed checkpoint stays. A checkpoint stops being listed with the first
+operation of its removal, and any later call ends a removal that was interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from urllib.parse import quote, unquote
+
+from pydantic import ValidationError
+
+from reshard.choices import OpaquePolicy
+from reshard.errors import RequestError, SourceError, printable
+from reshard.models.reports import PruneDecision, PrunePolicy, PruneReport, RunListing, RunStep
+from reshard.wire_model import WireModel
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.registry import known_files
+from reshard_engine.formats.sources import (
+    Found,
+    find_checkpoint,
+    is_file_of_format,
+    nothing_at,
+    pointers_in,
+    read_checkpoint,
+    read_weights,
+    state_here,
+)
+from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.local_writes import sync_directory, unlink, write_file, writing
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing, ObjectInfo, ObjectStore, join, parent_and_name, read_bytes
+
+_MOST_ENTRIES = 10_000
+_READ_AT_ONCE = 8
+"""Checkpoints of an object store whose metadata are read together."""
+_REMOVING = ".reshard-removing-"
+"""Begins the name of a local directory that is being removed, and of the object that says so of a prefix."""
+_CONVERTING = re.compile(r"\.(.+)\.reshard-(?:claim|old|[0-9a-f]{16}(?:\.\w+)?)")
+"""Claims, journals and staging directories of conversions, beside their target."""
+_STEP_WORD = re.compile(r"\D*(?:step|iter|epoch|ckpt|checkpoint)\D*\d+", re.IGNORECASE)
+_NUMBER = re.compile(r"\d{1,18}")
+_MOST_MARK_BYTES = 256 << 20
+_WEIGHTS = (".safetensors", ".bin", ".index.json")
+"""Ends of names of files that a training state may be read from, and that are weights of their own as well."""
+_NOT_ONE_CHECKPOINT = frozenset({"source.unknown_kind", "source.not_found"})
+
+
+class _Mark(WireModel):
+    """What is removed of a checkpoint, as it stands beside it."""
+
+    first: int
+    """So many of the files go before the others, in this order."""
+    files: tuple[tuple[str, str], ...]
+    """Paths relative to the run, each with its pin."""
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What the directory of a run says about its entries; it is read anew before each removal."""
+
+    listing: Listing
+    named: Mapping[str, Sequence[str]]
+    """The pointers, trackers and links by the entry that they name."""
+    converting: frozenset[str]
+    removing: frozenset[str]
+    links: frozenset[str]
+
+    @classmethod
+    def of(cls, run: Location) -> _Surroundings:
+        """Read the directory, its pointers and its trackers."""
+        listing = run.store.list_directory(run.path)
+        names = {*listing.by_name, *listing.directories}
+        named = defaultdict[str, list[str]](list)
+        for pointer, path in pointers_in(run, listing):
+            inner = path.removeprefix(f"{run.url}/").removeprefix(f"{run.path}/")
+            named[inner.strip("/")].append(pointer)
+        links = frozenset(n for n in names if run.store.scheme == "file" and os.path.islink(join(run.path, n)))
+        for link in sorted(links):
+            place = os.path.relpath(os.path.realpath(join(run.path, link)), os.path.realpath(run.path))
+            named[place].append(f"link {link}")
+        return cls(
+            listing,
+            named,
+            frozenset(m[1] for n in names if (m := _CONVERTING.fullmatch(n)) is not None),
+            frozenset(unquote(n.removeprefix(_REMOVING)) for n in names if n.startswith(_REMOVING)),
+            links,
+        )
+
+    def pointers_to(self, name: str) -> tuple[str, ...]:
+        """What names an entry, or something in it."""
+        return tuple(
+            p for path, found in self.named.items() if path == name or path.startswith(f"{name}/") for p in found
+        )
+
+    def protects(self, name: str) -> str:
+        """Why an entry may not be removed, whatever the policy says; empty if it may."""
+        if found := self.pointers_to(name):
+            return f"named by {', '.join(found)}"
+        if name.partition("/")[0] in self.converting:
+            return "a conversion into it has not ended, or has left files: reshard clean"
+        return ""
+
+
+# Listing.
+
+
+def steps_of(run: Location) -> RunListing:
+    """List the checkpoints of a run, by step. Only metadata is read.
+
+    Raises:
+        SourceError: `source.not_found`; and what is wrong with a pointer of the run.
+        RequestError: `request.invalid`: the directory is a checkpoint, or has too many entries.
+    """
+    return _listed(run, _Surroundings.of(run))
+
+
+def _listed(run: Location, around: _Surroundings) -> RunListing:
+    listing = around.listing
+    if not listing.files and not listing.directories:
+        raise nothing_at(run)
+    sizes = _sizes(run, _candidates(run, around))
+    # SeaweedFS 4 lists a prefix for a while after its last object is gone.
+    names = [name for name, (files, _) in sizes.items() if files or run.store.scheme == "file"]
+    at_once = 1 if run.store.scheme == "file" else _READ_AT_ONCE
+    with ThreadPoolExecutor(at_once) as pool:
+        found = list(pool.map(partial(_step, run, around, sizes), names))
+    steps = _with_steps([step for step in found if step is not None])
+    others = [name for name, step in zip(names, found, strict=True) if step is None]
+    return RunListing(
+        url=run.url,
+        steps=tuple(sorted(steps, key=_place_in_list)),
+        others=tuple(others),
+        removing=tuple(sorted(around.removing)),
+    )
+
+
+def _place_in_list(step: RunStep) -> tuple[int, str]:
+    number = number_of(step.name) if step.step is None else step.step
+    return (-1 if number is None else number, step.name)
+
+
+def _candidates(run: Location, around: _Surroundings) -> list[str]:
+    """The entries of a run that may be checkpoints, among them what pointers name deeper below."""
+    listing = around.listing
+    here = state_here(run, listing)
+    if here:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(run.url)} is a checkpoint, and not the directory of a run",
+            fix=f"name the directory around it: reshard ls {shlex.quote(printable(parent_and_name(run.url)[0]))}",
+        )
+    # Files beside weights in the directory itself are parts of these.
+    single = {} if here is False else listing.by_name
+    files = [name for name, info in single.items() if is_file_of_format(info)]
+    deep = [path for path in around.named if "/" in path and ".." not in path.split("/")]
+    names = [n for n in (*listing.directories, *files) if not n.startswith(".")]
+    names = [n for n in names if n not in around.links and n not in around.removing]
+    if len(names) > _MOST_ENTRIES:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(run.url)} has {len(names):,} entries, and at most {_MOST_ENTRIES:,} are looked into",
+            fix="name the directory of one run",
+        )
+    return sorted(dict.fromkeys([*names, *deep]))
+
+
+def _sizes(run: Location, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Files and bytes of each of the entries; an object store is asked once for all."""
+    found = dict[str, tuple[int, int]](dict.fromkeys(names, (0, 0)))
+    for path, info in run.files().items():
+        parts = path.strip("/").split("/")  # some file systems of fsspec begin paths with a slash
+        for count in range(1, len(parts) + 1):
+            if (name := "/".join(parts[:count])) in found:
+                files, size = found[name]
+                found[name] = (files + 1, size + info.size_bytes)
+    return found
+
+
+def _step(run: Location, around: _Surroundings, sizes: Mapping[str, tuple[int, int]], name: str) -> RunStep | None:
+    """One checkpoint; None if the entry is not one checkpoint."""
+    place = run.child(*name.split("/"))
+    files, size_bytes = sizes[name]
+    seen = RunStep(
+        name=name,
+        files=files,
+        size_bytes=size_bytes,
+        complete=False,
+        named_by=around.pointers_to(name),
+        in_use=name.partition("/")[0] in around.converting,
+    )
+    try:
+        found = find_checkpoint(place, None)
+        if _is_run(place, name, found):
+            return None
+        read = read_checkpoint(place, None, OpaqueLedger(OpaquePolicy.KEEP))
+    except (SourceError, RequestError) as error:
+        if error.code in _NOT_ONE_CHECKPOINT:
+            return None
+        return seen.model_copy(update={"code": error.code, "detail": printable(error.message, max_chars=1_024)})
+    facts = {"format": read.format, "world": dict(read.world), "step": read.counters.steps, "complete": True}
+    return seen.model_copy(update=facts)
+
+
+def _is_run(place: Location, name: str, found: Found) -> bool:
+    """True if a directory is a run of its own: it holds checkpoints of other steps than that of its name.
+
+    A Trainer's `checkpoint-100` holds `latest` and `global_step100`: one checkpoint, of the step of its name.
+    """
+    number, last = number_of(name), parent_and_name(name)[1]
+    inside = place.store.list_directory(place.path).directories
+    tags = [d for d in (*inside, found.tag or "") if _STEP_WORD.fullmatch(d)]
+    return any(number_of(tag) != number for tag in tags) or (found.tag is not None and not _STEP_WORD.fullmatch(last))
+
+
+def number_of(name: str) -> int | None:
+    """The last number in the name of a checkpoint; None without one."""
+    numbers = _NUMBER.findall(parent_and_name(name)[1])
+    return int(numbers[-1]) if numbers else None
+
+
+def _with_steps(steps: Sequence[RunStep]) -> list[RunStep]:
+    """The checkpoints with the numbers of their names as steps, where the others show that these are steps."""
+    both = [(s.step, number_of(s.name)) for s in steps if s.step is not None]
+    if any(number is not None and number != step for step, number in both):
+        return list(steps)
+    return [
+        s.model_copy(update={"step": number_of(s.name)}) if s.step is None and _STEP_WORD.fullmatch(s.name) else s
+        for s in steps
+    ]
+
+
+# Deciding.
+
+
+def decide(listing: RunListing, policy: PrunePolicy) -> list[PruneDecision]:
+    """What a policy keeps of a run, and why; it is pure.
+
+    Kept whatever the policy says: what is named by a pointer, is in use, is not complete, has no step, or has a name
+    that is not of a step, such as `best`.
+    """
+    complete = sorted({s.step for s in listing.steps if s.complete and s.step is not None}, reverse=True)
+    last = set(complete[: policy.keep_last])
+    return [
+        PruneDecision(
+            name=s.name, step=s.step, files=s.files, size_bytes=s.size_bytes, kept_for=_kept_for(s, policy, last)
+        )
+        for s in listing.steps
+    ]
+
+
+def _kept_for(step: RunStep, policy: PrunePolicy, last: Collection[int]) -> str:
+    if step.named_by:
+        return f"named by {', '.join(step.named_by)}"
+    if step.in_use:
+        return "a conversion into it has not ended, or has left files: reshard clean"
+    if not step.complete:
+        return f"not complete: {step.code}"
+    if step.step is None:
+        return "its step is not known"
+    if number_of(step.name) != step.step and not _STEP_WORD.fullmatch(parent_and_name(step.name)[1]):
+        return "its name says no step: somebody named it"
+    if step.step in last:
+        return f"one of the last {policy.keep_last}"
+    if policy.keep_every is not None and step.step % policy.keep_every == 0:
+        return f"a multiple of {policy.keep_every}"
+    return ""
+
+
+# What a checkpoint leaves if only its weights are kept.
+
+
+def _state_files(run: Location, name: str) -> tuple[list[ObjectInfo], str]:
+    """The files of a checkpoint that its weights do not need, or why none can go.
+
+    They can go if the step holds weights in files of their own, as a Trainer saves them, and if what is left is read as
+    weights with every parameter of the training state.
+    """
+    place, ledger = run.child(*name.split("/")), OpaqueLedger(OpaquePolicy.KEEP)
+    found = find_checkpoint(place, None)
+    if not found.format.of_training:
+        return [], "it holds weights alone"
+    state = read_checkpoint(place, None, ledger)
+    below = {i.path: i for f in state.files for i in f.objects if i.path.startswith(f"{place.path}/")}
+    listing = place.store.list_directory(place.path)
+    inner = (found.tag or "").partition("/")[0]
+    if inner:
+        below |= {i.path: i for i in place.store.list_tree(join(place.path, inner))}
+        below |= {i.path: i for name, i in listing.by_name.items() if name in known_files().pointers}
+    weights = _weights_without(place, listing, below, inner)
+    needed = set[str]() if weights is None else {i.path for f in weights.files for i in f.objects}
+    lost = {p.fqn for p in state.parameters} - ({p.fqn for p in weights.parameters} if weights is not None else set())
+    lost -= set() if weights is None else weights.shared.keys()
+    if weights is None or lost:
+        return [], (
+            f"its weights are in no files of their own ({len(lost):,} of {len(state.parameters):,} parameters would be "
+            f"lost): reshard convert {printable(place.url)} DST --to safetensors writes some"
+        )
+    going = [info for path, info in below.items() if path not in needed]
+    return going, "" if going else "it holds weights alone"
+
+
+def _weights_without(place: Location, listing: Listing, going: Collection[str], inner: str) -> Checkpoint | None:
+    """The weights in a directory, read as if the files of the training state were gone already."""
+    left = Listing(
+        tuple(i for i in listing.files if i.path not in going or i.path.endswith(_WEIGHTS)),
+        tuple(d for d in listing.directories if d != inner),
+    )
+    try:
+        return read_weights(place, left, OpaqueLedger(OpaquePolicy.KEEP))
+    except SourceError:
+        return None
+
+
+# Removing.
+
+
+def prune(run: Location, policy: PrunePolicy, *, only: Collection[str] | None) -> PruneReport:
+    """Decide what goes, and remove it if `only` says so.
+
+    Args:
+        run: The directory of the run.
+        policy: What is kept.
+        only: The names that may be removed, as a caller has seen and confirmed them; None removes nothing.
+
+    Raises:
+        RequestError: `request.unknown_scheme` for storage that is only read.
+        StorageError: A removal failed; it is ended by the next call.
+    """
+    if run.store.scheme != "file" and not isinstance(run.store, ObjectStore):
+        raise RequestError(
+            "request.unknown_scheme",
+            f"nothing can be removed from {printable(run.url)}: reshard only reads there",
+            fix="remove the steps with the tools of the store; `reshard ls` lists them",
+        )
+    listing = _listed(run, _Surroundings.of(run))
+    decisions = decide(listing, policy)
+    parts: dict[str, list[ObjectInfo]] = {}
+    if policy.weights_only:
+        decisions = [_of_weights(run, found, parts) for found in decisions]
+    finished = list(listing.removing)
+    if only is not None:
+        finished = [name for name in finished if _end_removal(run, name)]
+        decisions = [_removed(run, d, parts.get(d.name)) if d.name in only else d for d in decisions]
+    return PruneReport(
+        url=run.url,
+        removed=only is not None,
+        weights_only=policy.weights_only,
+        decisions=tuple(decisions),
+        finished=tuple(finished),
+        others=listing.others,
+    )
+
+
+def _of_weights(run: Location, found: PruneDecision, parts: dict[str, list[ObjectInfo]]) -> PruneDecision:
+    """The decision for a checkpoint of which only the training state goes; its files are noted in `parts`."""
+    if found.kept_for:
+        return found
+    going, why = _state_files(run, found.name)
+    parts[found.name] = going
+    facts = {"files": len(going), "size_bytes": sum(i.size_bytes for i in going)} if going else {}
+    return found.model_copy(update={**facts, "kept_for": why})
+
+
+def _removed(run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | None) -> PruneDecision:
+    """Remove a checkpoint or a part of it, unless something names or writes it by now."""
+    why = found.kept_for or _Surroundings.of(run).protects(found.name)
+    if not why and parts is None and run.store.scheme == "file" and os.path.isdir(join(run.path, found.name)):
+        _remove_directory(run, found.name)
+    elif not why:
+        place = run.child(*found.name.split("/"))
+        _mark(run, found.name, parts if parts is not None else _objects(place))
+        _end_removal(run, found.name)
+    return found.model_copy(update={"kept_for": why})
+
+
+def _mark_of(run: Location, name: str) -> str:
+    return join(run.path, _REMOVING + quote(name, safe=""))
+
+
+def _objects(place: Location) -> list[ObjectInfo]:
+    """Every file of a checkpoint, which may be one file itself."""
+    own = place.store.stat(place.path)
+    return place.store.list_tree(place.path) if own is None else [own]
+
+
+def _remove_directory(run: Location, name: str) -> None:
+    """Rename a local checkpoint to a hidden name of the run, in one step, then remove that."""
+    aside = _mark_of(run, name)
+    with writing(aside):
+        _delete_local(aside)
+        os.rename(join(run.path, name), aside)
+        sync_directory(run.path)
+        _delete_local(aside)
+
+
+def _delete_local(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        unlink(path)
+
+
+def _mark(run: Location, name: str, going: Sequence[ObjectInfo]) -> None:
+    """Say beside the checkpoint which of its files go: those first without which no loader begins."""
+    known = known_files()
+    ends = [known.pointers, (*known.needed, MANIFEST_NAME)]
+    turns = {i.path: next((n for n, end in enumerate(ends) if i.path.endswith(end)), len(ends)) for i in going}
+    ordered = sorted(going, key=lambda info: turns[info.path])
+    first = sum(turn < len(ends) for turn in turns.values())
+    said = _Mark(first=first, files=tuple((i.path[len(run.path) + 1 :], i.pin) for i in ordered))
+    text = said.model_dump_json().encode()
+    mark = _mark_of(run, name)
+    if isinstance(run.store, ObjectStore):
+        run.store.put(mark, text, metadata={}, if_absent=False)
+        return
+    with writing(mark):
+        write_file(f"{mark}.new", text)
+        os.replace(f"{mark}.new", mark)
+        sync_directory(run.path)
+
+
+def _end_removal(run: Location, name: str) -> bool:
+    """End a removal that was begun; False if it may not end.
+
+    A file that was written again since then is another one, and stays.
+    """
+    mark = _mark_of(run, name)
+    if run.store.scheme == "file" and os.path.isdir(mark):
+        with writing(mark):
+            _delete_local(mark)
+        return True
+    info = run.store.stat(mark)
+    if info is None or info.size_bytes > _MOST_MARK_BYTES or _Surroundings.of(run).protects(name):
+        return False
+    try:
+        said = _Mark.model_validate_json(read_bytes(run.store, info))
+    except ValidationError:
+        return False
+    place = run.child(*name.split("/"))
+    there = {i.path: i.pin for i in _objects(place)}
+    files = [(join(run.path, path), pin) for path, pin in said.files]
+    first = {path for path, _ in files[: said.first]}
+    doomed = [path for path, pin in files if there.get(path) == pin]
+    if isinstance(run.store, ObjectStore):
+        run.store.delete([path for path in doomed if path in first])
+        run.store.delete([path for path in doomed if path not in first], in_order=False)
+        run.store.delete([mark])
+        return True
+    with writing(mark):
+        for path in doomed:
+            unlink(path)
+        for directory in sorted({os.path.dirname(path) for path in doomed}, key=len, reverse=True):
+            with suppress(OSError):  # another file lies there
+                os.rmdir(directory)
+        unlink(mark)
+    return True
