@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def test_a_plan_takes_the_place_of_source_and_target(file: Path, capsys: pytest.
     assert run(["convert"]) == 2, "without a plan they are still needed"
     beside: tuple[dict[str, Any], ...] = ({"source": "a"}, {"to": "zero"}, {"dp": 3})
     for words in beside:
-        assert raised(RequestError, lambda words=words: reshard.convert(plan=file, **words)).code == "request.invalid"
+        assert raised(RequestError, partial(reshard.convert, plan=file, **words)).code == "request.invalid"
     with pytest.raises(TypeError, match="needs target, to, or a plan"):
         reshard.convert("a")
     with pytest.raises(TypeError, match="unexpected keyword argument 'ranks'"):
