@@ -52,6 +52,7 @@ _OTHERS = {
         "RESHARD_PICKLE_STREAM_BYTES": ("268435456", "Longest pickle in a source file, in bytes."),
         "RESHARD_PICKLE_OPCODES": ("50000000", "Maximum number of opcodes in a pickle; a million take about a second."),
         "RESHARD_PICKLE_NODE_BYTES": ("2147483648", "Most memory that the values of one pickle may count, in bytes."),
+        "RESHARD_KEY_PASSPHRASE": ("", "Passphrase of the private key of [`reshard seal`](../seal.md)."),
         "RESHARD_HOST_ID": ("", "What this host is called in a SQLite job database. Not set: its name and machine id."),
     },
     "Set by Reshard for its own processes, not by you": {

@@ -22,7 +22,18 @@ if TYPE_CHECKING:
         SourceError,
         StorageError,
     )
-    from reshard.functions import convert, diff, fingerprint, inspect, open_layout, picture, plan, verify
+    from reshard.functions import (
+        convert,
+        diff,
+        fingerprint,
+        inspect,
+        open_layout,
+        picture,
+        plan,
+        seal,
+        verify,
+        verify_sealed,
+    )
     from reshard.local import VirtualCheckpoint
     from reshard.models.jobs import (
         ConvertRequest,
@@ -35,7 +46,15 @@ if TYPE_CHECKING:
         Progress,
         VerifyReport,
     )
-    from reshard.models.reports import DiffOptions, DiffReport, FingerprintReport, LayoutPair, LayoutPicture
+    from reshard.models.reports import (
+        DiffOptions,
+        DiffReport,
+        FingerprintReport,
+        LayoutPair,
+        LayoutPicture,
+        SealCheck,
+        SealReport,
+    )
     from reshard.options import SourceSpec
 
     __version__: str
@@ -65,6 +84,8 @@ __all__ = [
     "Progress",
     "RequestError",
     "ReshardError",
+    "SealCheck",
+    "SealReport",
     "SourceError",
     "SourceSpec",
     "StorageError",
@@ -83,13 +104,19 @@ __all__ = [
     "picture",
     "plan",
     "read_plan",
+    "seal",
     "verify",
+    "verify_sealed",
 ]
 
 _HOME = {
     **dict.fromkeys(("convert", "open_layout", "plan"), "reshard.functions"),
-    **dict.fromkeys(("diff", "fingerprint", "inspect", "picture", "verify"), "reshard.functions"),
-    **dict.fromkeys(("DiffOptions", "DiffReport", "FingerprintReport"), "reshard.models.reports"),
+    **dict.fromkeys(
+        ("diff", "fingerprint", "inspect", "picture", "seal", "verify", "verify_sealed"), "reshard.functions"
+    ),
+    **dict.fromkeys(
+        ("DiffOptions", "DiffReport", "FingerprintReport", "SealCheck", "SealReport"), "reshard.models.reports"
+    ),
     **dict.fromkeys(("LayoutPair", "LayoutPicture"), "reshard.models.reports"),
     **dict.fromkeys(
         (

@@ -172,6 +172,12 @@ CODES: Mapping[str, CodeEntry] = {
     "integrity.no_manifest": CodeEntry(
         422, ExitCode.SOURCE, "The directory has no `reshard.json`, so it is not an output of reshard."
     ),
+    "integrity.signature": CodeEntry(422, ExitCode.MISMATCH, "A signed statement, or its signature, was changed."),
+    "integrity.wrong_key": CodeEntry(422, ExitCode.MISMATCH, "None of the given keys signed the statement."),
+    "integrity.sealed": CodeEntry(422, ExitCode.MISMATCH, "The checkpoint is not the one that was sealed."),
+    "integrity.chain": CodeEntry(
+        422, ExitCode.MISMATCH, "A statement about a source is missing, or is about another source."
+    ),
     "integrity.journal": CodeEntry(500, ExitCode.MISMATCH, "The journal does not belong to this plan."),
     # The life of a job.
     "job.cancelled": CodeEntry(409, ExitCode.INTERRUPTED, "The job was cancelled."),

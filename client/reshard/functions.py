@@ -1,10 +1,10 @@
-"""The functions of `import reshard`: convert and plan, inspect, picture, verify, diff and fingerprint."""
+"""The functions of `import reshard`: convert and plan, inspect, verify, diff, seal and others."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
@@ -21,7 +21,16 @@ from reshard.installed_formats import nested
 from reshard.local import VirtualCheckpoint, load_client, load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, VerifyReport
 from reshard.models.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
-from reshard.models.reports import DiffOptions, DiffReport, FingerprintOptions, FingerprintReport, LayoutPicture
+from reshard.models.reports import (
+    DiffOptions,
+    DiffReport,
+    FingerprintOptions,
+    FingerprintReport,
+    LayoutPicture,
+    SealCheck,
+    SealReport,
+    Signing,
+)
 from reshard.option import PathLike, parse_percent, read_rules
 from reshard.options import DeepSpeedOptions, Options, SourceSpec
 from reshard.progress import progress_of
@@ -620,6 +629,72 @@ def fingerprint(
     options = FingerprintOptions(weights_only=_weights_only(states), lines=tensors, options=_cuts_of(rules, family))
     with progress_of(on_progress, progress) as show:
         return load_engine().fingerprint(spec, options, on_progress=show)
+
+
+@takes_keywords(options_of_source())
+def seal(
+    source: PathLike,
+    *,
+    key: PathLike,
+    public_key: PathLike | None = None,
+    rules: PathLike | None = None,
+    family: str | None = None,
+    on_progress: OnProgress | None = None,
+    progress: bool | None = None,
+    **given: Unpack[SourceKeywords],
+) -> SealReport:
+    """Sign a statement about a checkpoint: the SHA-256 of its files, and the fingerprint of its state.
+
+    Args:
+        source: A checkpoint, as for `inspect`.
+        key: Private key in PEM (ed25519, or an elliptic curve of NIST), or the URI of a key that a service keeps.
+        public_key: Public key of a key that a service keeps.
+        **given: The options of the source.
+        rules: File of rules (YAML) for a tensor-parallel source that does not say how it is cut.
+        family: Built-in set of rules, such as `gpt-megatron`.
+        on_progress: Called with each `Progress`, from one thread at a time.
+        progress: True for a bar, False for none; by default as for `convert`.
+
+    Returns:
+        The report; `certificate` is the text to keep. Nothing is written.
+
+    Raises:
+        RequestError: `request.invalid` for a key that cannot sign; `request.engine_missing` without the extra `sign`.
+        SourceError: The checkpoint is missing, damaged or changes meanwhile, or the key is missing.
+        StorageError: The storage refused or failed.
+    """
+    spec = source_of(source, given)
+    signing = Signing(key=os.fspath(key), public_key=None if public_key is None else os.fspath(public_key))
+    with progress_of(on_progress, progress) as show:
+        return load_engine().seal(spec, signing, _cuts_of(rules, family), on_progress=show)
+
+
+def verify_sealed(
+    target: PathLike,
+    certificates: Sequence[PathLike],
+    keys: Sequence[PathLike],
+    *,
+    profile: str | None = None,
+) -> SealCheck:
+    """Compare a checkpoint with its certificate: signature, chain of sources, files and state.
+
+    Args:
+        target: The checkpoint.
+        certificates: Its certificate, then those of its sources. Certificates beside the first one are found.
+        keys: Public keys in PEM. Each may have signed any of the certificates.
+        profile: Storage profile of the checkpoint.
+
+    Returns:
+        The outcome; `ok` says if everything matches, `problems` which files and tensors do not, and `chain` has the
+        statement of each step.
+
+    Raises:
+        IntegrityError: `integrity.signature`, `integrity.wrong_key`, `integrity.chain`.
+        SourceError: The checkpoint, a key or a certificate is missing.
+        RequestError: `request.invalid` for a key; `request.engine_missing` without the extra `sign`.
+    """
+    spec = source_of(target, {"profile": profile})
+    return load_engine().verify_sealed(spec, [os.fspath(c) for c in certificates], [os.fspath(k) for k in keys])
 
 
 def _weights_only(states: str) -> bool:

@@ -52,8 +52,11 @@ if TYPE_CHECKING:
         LayoutPicture,
         PruneReport,
         RunListing,
+        SealCheck,
+        SealReport,
+        Signing,
     )
-    from reshard.options import SourceSpec
+    from reshard.options import Options, SourceSpec
     from reshard.shared_work import SharedWork
 
 
@@ -412,6 +415,33 @@ class Engine(Protocol):
         """Digest the state of a checkpoint, whatever its layout and format; nothing is written."""
         ...
 
+    def seal(
+        self,
+        source: SourceSpec,
+        signing: Signing,
+        options: Options,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> SealReport:
+        """Sign a statement about a checkpoint: its files and its state; nothing is written."""
+        ...
+
+    def convert_sealed(
+        self,
+        request: ConvertRequest,
+        signing: Signing,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> tuple[ConvertResult, tuple[str, ...]]:
+        """Convert, and write certificates beside the target; returns their URLs, that of the target first."""
+        ...
+
+    def verify_sealed(self, source: SourceSpec, certificates: Sequence[str], keys: Sequence[str]) -> SealCheck:
+        """Compare a checkpoint with its certificate: signature, chain, files and state."""
+        ...
+
     def clean(
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
     ) -> CleanReport:
@@ -440,7 +470,7 @@ class Engine(Protocol):
         ...
 
     def put_text(self, url: str, text: str) -> None:
-        """Write a small text, whole, into an object store, such as the file that names a run's last step."""
+        """Write a small text, whole, as a file or into an object store, such as one that names a run's last step."""
         ...
 
     def discard(

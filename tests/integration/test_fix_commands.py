@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import reshard
 from house.fixes import commands_in, fixes
+from house.keys import key_pair
 from house.megatron_runs import MegatronRun
 from house.promises import command
 from house.repository import pyproject
@@ -38,6 +40,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, str]]
     place = tmp_path_factory.mktemp("fixes")
     shutil.copytree(DATA / "zero2_tiny", place / "source")
     run = MegatronRun(experts=4).save_torch_dist(place / "megatron")
+    private, public = key_pair(place, "seal")
+    certificate = place / "source.sealed.json"
+    certificate.write_text(reshard.seal(place / "source", key=private, progress=False).certificate)
     extra = {"RESHARD_TOKEN": OPERATOR, "RESHARD_WEBHOOK_HTTP": "true", "RESHARD_WEBHOOK_NETWORKS": "127.0.0.0/8"}
     stack = Stack(place / "logs", f"sqlite:///{place}/jobs.db", extra=extra)
     with stack.api() as url, stack.worker(), Client(url, OPERATOR) as client:
@@ -54,7 +59,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, str]]
         environment.setenv("AWS_EC2_METADATA_DISABLED", "true")  # no machine of Amazon's is waited for
         yield {
             "SRC": str(place / "source"), "DST": str(place / "out"), "JOB": job.id, "WEBHOOK": hook.id, "N": "2",
-            "MEGATRON": str(run),
+            "MEGATRON": str(run), "PUB": str(public), "CERT": str(certificate),
         }  # fmt: skip
         environment.undo()
 
@@ -66,6 +71,8 @@ def filled(line: str, words: dict[str, str]) -> list[str]:
     known = {**words, "TENANT": "vision", "ID": words.get(kind or "", ""), "NAME": "vision"}
     # In a second pair of braces, more may follow the place.
     known["{}"] = known["{}{}"] = known.get(kind or "SRC", "")
+    if "--cert" in found:
+        known["{}"] = words["CERT"]
     if "megatron" in found:
         known["{}"], known["DST/iter_NNNNNNN"] = words["MEGATRON"], f"{words['DST']}/iter_0000007"
     if "--ep" in found:

@@ -57,7 +57,12 @@ def _plain(name: str) -> str:
 
 
 OTEL = {_plain(name) for name in packages_distributions()["opentelemetry"]}
-GUESTS = {"": {"ipython"}, "service": {"ipython", "torch", *OTEL}, "worker": {"ipython", *OTEL}}
+SIGNING = {"cryptography", "securesystemslib"}
+GUESTS = {
+    "": {"ipython"},
+    "service": {"ipython", "torch", *OTEL, *SIGNING},
+    "worker": {"ipython", *OTEL, *SIGNING},
+}
 """Looked for before they are imported: the code does without, or says which extra has it."""
 
 

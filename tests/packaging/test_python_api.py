@@ -35,10 +35,12 @@ FLAGS: dict[str, tuple[set[str], set[str]]] = {
     # `picture` has the flags that draw; lists are fields of what is returned.
     "inspect": ({"tensors", "tensor", "files", "svg", "html", "beside", "all"}, {"url", "token"}),
     "plan": ({"plan"}, {"options", "url", "token"}),  # another plan is another call
-    "convert": ({"dry_run"}, {"options", "wait_timeout", *HERE}),  # a dry run is `plan`
-    "verify": (set(), set()),
+    # A dry run is `plan`. What signs certificates beside a target is for shells: a program calls `seal`.
+    "convert": ({"dry_run", "sign", "cert", "trust", "public_key"}, {"options", "wait_timeout", *HERE}),
+    "verify": ({"cert", "key"}, set()),  # with a certificate it is `verify_sealed`
     "diff": ({"all"}, {"on_progress", "progress"}),
     "fingerprint": (set(), {"on_progress", "progress"}),
+    "seal": ({"out"}, {"on_progress", "progress"}),
 }
 """By function: flags that are not arguments, and arguments that are not flags."""
 
@@ -115,7 +117,7 @@ def test_documented_arguments_are_the_arguments() -> None:
         name: getattr(reshard, name)
         for name in (
             *("inspect", "picture", "plan", "convert", "open_layout", "verify", "diff", "fingerprint", "ensure"),
-            "direct",
+            *("direct", "seal", "verify_sealed"),
         )
     }
     for kind in (Client, Webhooks, Layouts, AdminClient):

@@ -31,7 +31,7 @@ from reshard_engine import local as engine_module
 from reshard_engine.checkpoint import Agreement, Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.operations import fingerprint as subject
+from reshard_engine.operations.proof import fingerprint as subject
 from reshard_engine.pickles.nodes import Global, PBytearray, PList, PSet, PTensorRef, PTuple, mapping_of, ordered_dict
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import TensorsAt, canonical, compare_trees

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
@@ -38,8 +39,11 @@ from reshard.models.reports import (
     PrunePolicy,
     PruneReport,
     RunListing,
+    SealCheck,
+    SealReport,
+    Signing,
 )
-from reshard.options import SourceSpec
+from reshard.options import Options, SourceSpec
 from reshard.shared_work import SharedWork
 from reshard.wire_model import invalid
 from reshard_engine.formats.registry import rules_of
@@ -48,7 +52,7 @@ from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
-from reshard_engine.storage.protocol import ObjectStore
+from reshard_engine.storage.texts import write_text
 
 if TYPE_CHECKING:
     from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
@@ -65,6 +69,13 @@ def _torch_wanted() -> Generator[None]:
             f"tensors need {error.name!r}, which is not installed",
             fix=install_line("worker"),
         ) from None
+
+
+def _sealing() -> ModuleType:
+    """The module of signed statements."""
+    from reshard_engine.operations.proof import sealing
+
+    return sealing
 
 
 class LocalEngine:
@@ -288,11 +299,42 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> FingerprintReport:
         """Digest the state of a checkpoint. Foreign objects are digested as data, never refused."""
-        from reshard_engine.operations.fingerprint import fingerprint_of
+        from reshard_engine.operations.proof.fingerprint import fingerprint_of
 
         place, ledger = open_location(source.url, source.profile), OpaqueLedger(OpaquePolicy.KEEP)
         checkpoint = read_checkpoint(place, source.tag, ledger, rules_of(options.options), source)
         return fingerprint_of(checkpoint, options, on_progress=on_progress, should_stop=should_stop)
+
+    def seal(
+        self,
+        source: SourceSpec,
+        signing: Signing,
+        options: Options,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> SealReport:
+        """Sign a statement about a checkpoint: its files and its state."""
+        return _sealing().seal(source, signing, options, on_progress=on_progress, should_stop=should_stop)
+
+    def convert_sealed(
+        self,
+        request: ConvertRequest,
+        signing: Signing,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> tuple[ConvertResult, tuple[str, ...]]:
+        """Convert, and write signed statements beside the target."""
+
+        def convert() -> ConvertResult:
+            return self.convert(request, on_progress=on_progress, should_stop=should_stop)
+
+        return _sealing().convert_sealed(request, signing, convert, on_progress=on_progress, should_stop=should_stop)
+
+    def verify_sealed(self, source: SourceSpec, certificates: Sequence[str], keys: Sequence[str]) -> SealCheck:
+        """Compare a checkpoint with its certificate: signature, chain, files and state."""
+        return _sealing().verify_sealed(source, certificates, keys)
 
     def clean(
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
@@ -332,13 +374,8 @@ class LocalEngine:
         return checkup(places, profile)
 
     def put_text(self, url: str, text: str) -> None:
-        """Write a small text, whole, into an object store."""
-        location = open_location(url)
-        if not isinstance(location.store, ObjectStore):
-            raise RequestError(
-                "request.unknown_scheme", f"nothing can be written to {printable(url)}", fix="write to s3://"
-            )
-        location.store.put(location.path, text.encode(), metadata={}, if_absent=False)
+        """Write a small text, whole, as a file or into an object store."""
+        write_text(open_location(url), text.encode())
 
     def discard(
         self,

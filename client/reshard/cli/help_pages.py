@@ -68,6 +68,11 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("One digest of the state; equal states have equal ones", "reshard fingerprint run1"),
         ("Each tensor's digest, of the model alone", "reshard fingerprint weights --states weights --tensors"),
     ),
+    "seal": (
+        ("Before anything happens to it", "reshard seal run1 --key seal.key --out run1.sealed.json"),
+        ("With a key that AWS keeps", "reshard seal run1 --key awskms:alias/seal --public-key seal.pub"),
+        ("Elsewhere, later", "reshard verify run1 --cert run1.sealed.json --key seal.pub"),
+    ),
     "ensure": (
         ("In a job script: a checkpoint for 16 ranks", "CKPT=$(reshard ensure run1 --dp 16)"),
         ("For the ranks of this launch, by a service", "reshard ensure run1 --url http://reshard:8000"),

@@ -50,7 +50,11 @@ from reshard.cli.help_pages import (
     warn,
 )
 from reshard.cli.output import (
+    SHOWN_DIFFERENCES,
     cast_line,
+    check_lines,
+    done_line,
+    fingerprint_lines,
     followed,
     html_of,
     inspection_lines,
@@ -59,6 +63,7 @@ from reshard.cli.output import (
     picture_lines,
     plan_lines,
     possible_commands,
+    report_lines,
 )
 from reshard.draw.layout import Picture, render
 from reshard.errors import (
@@ -77,8 +82,8 @@ from reshard.option import parse_percent
 from reshard.progress import progress_shown
 
 if TYPE_CHECKING:
-    from reshard.models.jobs import CleanReport, ConvertRequest, ConvertResult, Inspection, PlanSummary, VerifyReport
-    from reshard.models.reports import Difference, DiffReport, DiffSide, FingerprintReport
+    from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, VerifyReport
+    from reshard.models.reports import Signing
     from reshard.options import Options, SourceSpec
     from reshard.shared_work import SharedWork
 
@@ -89,6 +94,10 @@ Source = Annotated[
 Target = Annotated[str, typer.Argument(metavar="DST", help="Target; for universal and zero, the tag directory.")]
 TargetProfile = Annotated[
     str | None, typer.Option(metavar="NAME", help="Storage profile for DST.", rich_help_panel=TARGET)
+]
+PublicKey = Annotated[
+    str | None,
+    typer.Option(metavar="PUB", help="Public key of a key that a service keeps.", rich_help_panel=CHECKING),
 ]
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Machine-readable output with a schema version.", rich_help_panel=GENERAL)
@@ -277,6 +286,29 @@ def convert(
         bool,
         typer.Option("--dry-run", help="Only show the plan, as `plan` does; write nothing.", rich_help_panel=GENERAL),
     ] = False,
+    sign: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="Write certificates of source and target beside DST, signed with this private key.",
+            rich_help_panel=CHECKING,
+        ),
+    ] = None,
+    cert: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="With --sign: the certificate that SRC has already.", rich_help_panel=CHECKING
+        ),
+    ] = None,
+    trust: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PUB",
+            help="Public key that signed --cert, if it is not that of --sign. May be repeated.",
+            rich_help_panel=CHECKING,
+        ),
+    ] = None,
+    public_key: PublicKey = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -292,7 +324,12 @@ def convert(
         from reshard.shared_work import shared_work  # it loads pydantic, which `reshard --help` does not need
 
         work = shared_work(workers, worker, os.environ)
-        run_conversion(request, work=work, as_json=as_json, quiet=quiet)
+        signing = None if sign is None else _signing_of(sign, public_key, cert, trust)
+        if work is not None and signing is not None:
+            raise RequestError(
+                "request.invalid", "--sign is for a conversion in one process", fix="leave out --workers, or --sign"
+            )
+        run_conversion(request, work=work, signing=signing, as_json=as_json, quiet=quiet)
 
 
 def asked(
@@ -328,6 +365,7 @@ def run_conversion(
     *,
     into: bool = False,
     work: SharedWork | None = None,
+    signing: Signing | None = None,
     as_json: bool = False,
     quiet: bool = False,
 ) -> None:
@@ -337,6 +375,7 @@ def run_conversion(
         request: What to convert.
         into: True to write into an existing directory.
         work: This process's place among those that run the conversion together; None if it runs alone.
+        signing: The key that signs certificates of source and target; None for no certificates.
         as_json: True to print the whole result on stdout, not only the path.
         quiet: True to print nothing on stderr but errors.
     """
@@ -344,7 +383,10 @@ def run_conversion(
     call = engine.convert_into if into else partial(engine.convert, work=work)
     try:
         with stoppable() as stop, progress_shown(quiet=quiet) as show:
-            result = call(request, on_progress=show, should_stop=stop.is_set)
+            if signing is None:
+                result, written = call(request, on_progress=show, should_stop=stop.is_set), ()
+            else:
+                result, written = engine.convert_sealed(request, signing, on_progress=show, should_stop=stop.is_set)
     except JobError as error:
         if error.code != "job.cancelled":
             raise
@@ -353,7 +395,15 @@ def run_conversion(
             "cancelled this local run; finished work is kept: the same command resumes it",
             fix=f"run the same command again; to give it up: reshard clean {shlex.quote(request.target)}",
         ) from None
+    for url in written:
+        hint(f"wrote {printable(url)}")
     _say_result(result, as_json=as_json, quiet=quiet)
+
+
+def _signing_of(key: str, public_key: str | None, cert: str | None = None, trust: list[str] | None = None) -> Signing:
+    from reshard.models.reports import Signing
+
+    return Signing(key=key, public_key=public_key, certificate=cert, trusted=tuple(trust or ()))
 
 
 def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool) -> None:
@@ -369,20 +419,11 @@ def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool) -> None:
     if result.already_done:
         hint("already done: the target is this conversion's result, unchanged since its commit")
     elif not quiet:
-        hint(_done_line(result))
+        hint(done_line(result))
     if not quiet:
         for line in next_steps(result.to, result.target, (file.path for file in result.files)):
             hint(f"next: {line}")
     say(result.target)
-
-
-def _done_line(result: ConvertResult) -> str:
-    kept = f", kept {format_size(result.resumed_bytes)} of an earlier run" if result.resumed_bytes else ""
-    # A plan counts tensors only; neighbours are read in one call, with the bytes between them.
-    return (
-        f"read {format_size(result.read_bytes)} with gaps, wrote {format_size(result.write_bytes)} "
-        f"in {counted(len(result.files), 'file')}{kept}, {sum(result.seconds.values()):.1f} s, verified"
-    )
 
 
 @contextmanager
@@ -419,10 +460,30 @@ def verify(
             metavar="PERCENT", help="Read only a random part, such as 2%, of a huge target.", rich_help_panel=CHECKING
         ),
     ] = None,
+    cert: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Certificate of DST, then those of its sources: compare with them, not with the manifest.",
+            rich_help_panel=CHECKING,
+        ),
+    ] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PUB", help="Public key that signed a certificate. May be repeated.", rich_help_panel=CHECKING
+        ),
+    ] = None,
     profile: TargetProfile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read every byte of a target and compare its checksums and tensor digests with its manifest."""
+    """Read every byte of a target and compare its checksums and tensor digests with its manifest.
+
+    With --cert: compare any checkpoint with a certificate that was signed by --key, file by file and tensor by tensor.
+    """
+    if cert or key:
+        _verify_sealed(target, cert, key, profile=profile, as_json=as_json)
+        return
     report = load_engine().verify(target, profile=profile, sample=parse_percent(sample) if sample else None)
     if as_json:
         say(report.model_dump_json())
@@ -443,6 +504,30 @@ def verify(
         raise typer.Exit(int(ExitCode.MISMATCH))
 
 
+def _verify_sealed(
+    target: str, cert: list[str] | None, key: list[str] | None, *, profile: str | None, as_json: bool
+) -> None:
+    if not cert or not key:
+        raise RequestError(
+            "request.invalid", "a certificate is checked with a key", fix="give both: --cert FILE --key PUB"
+        )
+    from reshard.functions import verify_sealed
+
+    check = verify_sealed(target, cert, key, profile=profile)
+    if as_json:
+        say(check.model_dump_json())
+    else:
+        say(*check_lines(check))
+    if not check.ok:
+        count = counted(len(check.problems), "difference")
+        complain(
+            "integrity.sealed",
+            f"{count} between {printable(target)} and its certificate",
+            "restore the files that were sealed, or have the checkpoint sealed again",
+        )
+        raise typer.Exit(int(ExitCode.MISMATCH))
+
+
 def _verified(report: VerifyReport) -> str:
     size = format_size(report.read_bytes)
     if report.sampled is not None:
@@ -455,11 +540,6 @@ def _verified(report: VerifyReport) -> str:
 
 
 # The `diff` command: compares two checkpoints by logical tensor, across layouts and formats.
-
-_SHOWN = 20
-_NAME_CHARS = 64
-_OF_TRAINING = frozenset({"optimizer states", "counters and client state"})
-"""The names under which a comparison says that one side has no state of training at all."""
 
 
 class States(StrEnum):
@@ -510,7 +590,10 @@ def diff(
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help=f"List every difference, not the worst {_SHOWN}.", rich_help_panel=GENERAL)
+        bool,
+        typer.Option(
+            "--all", help=f"List every difference, not the worst {SHOWN_DIFFERENCES}.", rich_help_panel=GENERAL
+        ),
     ] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -540,62 +623,6 @@ def _options_of(cuts: CutFlags) -> Options:
     from reshard.options import DeepSpeedOptions, Options
 
     return Options(deepspeed=DeepSpeedOptions(**cuts.values()))
-
-
-def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:
-    """A comparison as lines of text: the verdict first, then the largest differences."""
-    yield report.verdict()
-    yield f"  A  {_side(report.a)}"
-    yield f"  B  {_side(report.b)}"
-    yield (
-        f"  {report.identical:,} of {counted(report.tensors, 'tensor')} equal bit for bit, "
-        f"{counted(report.elements, 'element')}, {counted(report.values, 'value')}; "
-        f"read {format_size(report.read_bytes)} in {report.seconds:.1f} s"
-    )
-    for note in report.notes:
-        yield f"  note: {printable(note)}"
-    shown = report.differences if every else report.differences[:_SHOWN]
-    for difference in shown:
-        yield f"  {_difference(difference)}"
-    if {d.name for d in report.differences if d.a is None or d.b is None} & _OF_TRAINING:
-        yield "  only one side holds a training state: --weights-only compares the rest"
-    if len(shown) < len(report.differences):
-        yield f"  ... and {len(report.differences) - len(shown)} more: --all"
-
-
-def _side(side: DiffSide) -> str:
-    facts = [side.format, *(f"{axis}={size}" for axis, size in side.world.items())]
-    facts += [] if side.step is None else [f"step {side.step}"]
-    tag = "" if side.tag is None else f" ({printable(side.tag)})"
-    return f"{printable(side.url)}{tag}  {' '.join(facts)}"
-
-
-def _difference(found: Difference) -> str:
-    name = printable(found.name, max_chars=_NAME_CHARS) + (f"/{printable(found.state)}" if found.state else "")
-    if found.kind == "elements":
-        return f"{name}: {_elements(found)}"
-    if found.a is None or found.b is None:
-        side, value = ("B", found.b) if found.a is None else ("A", found.a)
-        if value == "present":
-            return f"only in {side}: {name}"
-        text = f"only in {side}: {printable(value)}"
-    else:
-        text = f"{printable(found.a)} | {printable(found.b)}"
-    shared = f" (and {counted(found.parameters - 1, 'more parameter')})" if found.parameters > 1 else ""
-    return f"{name}: {found.kind.value}: {text}{shared}"
-
-
-def _elements(found: Difference) -> str:
-    parts = [f"{found.differing or 0:,} of {counted(found.elements or 0, 'element')}"]
-    if found.max_abs is not None and found.max_rel is not None:
-        parts.append(f"max |a-b| {found.max_abs:.3g}, relative {found.max_rel:.3g}")
-    if found.nonfinite:
-        parts.append(f"{found.nonfinite:,} not finite")
-    where = list(found.first_index or ())
-    parts.append(f"first at {where}: {printable(found.a)} | {printable(found.b)}")
-    if found.compared_as is not None:
-        parts.append(f"as {found.compared_as}")
-    return ", ".join(parts)
 
 
 # The `fingerprint` command: digests of a checkpoint's state that do not depend on its layout.
@@ -646,15 +673,56 @@ def fingerprint(
         hint(line)
 
 
-def fingerprint_lines(report: FingerprintReport) -> Iterator[str]:
-    """A fingerprint as lines of text: the digest of the whole first, then that of each component with its lines."""
-    yield report.digest
-    for name, digest in report.components.items():
-        yield f"  {name:10}{digest or 'absent'}"
-        yield from (f"    {line}" for line in report.lines.get(name, ()))
-    yield f"  {counted(report.tensors, 'tensor')}; read {format_size(report.read_bytes)} in {report.seconds:.1f} s"
-    for note in report.notes:
-        yield f"  note: {printable(note)}"
+# The `seal` command: a signed statement about a checkpoint.
+
+
+def register_seal(app: typer.Typer) -> None:
+    """Add the command of this module to the app."""
+    app.command(cls=OptionsCommand, rich_help_panel=HERE)(seal)
+
+
+@takes_cut_source
+def seal(
+    source: Source,
+    *,
+    flags: SourceFlags,
+    cuts: CutFlags,
+    key: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY",
+            help="Private key in PEM, or the URI of a key that a service keeps, such as awskms:...",
+            rich_help_panel=CHECKING,
+        ),
+    ],
+    public_key: PublicKey = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Certificate to write; default: NAME.sealed.json here.", rich_help_panel=CHECKING
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Sign a statement about a checkpoint: its files and its state. The last line on stdout is the certificate's path.
+
+    The signature is made on this machine, without a network. `reshard verify SRC --cert FILE --key PUB` checks it.
+    """
+    with progress_shown(quiet=quiet) as show:
+        report = load_engine().seal(
+            flags.spec(source), _signing_of(key, public_key), _options_of(cuts), on_progress=show
+        )
+    place = out or f"{report.name}.sealed.json"
+    load_engine().put_text(place, report.certificate)
+    if as_json:
+        say(report.model_dump_json())
+        return
+    if report.weights_only and not quiet:
+        warn("the files leave open what the optimizer's states mean: the statement is about files and weights")
+    if not quiet:
+        hint(f"files {report.contents}, state {report.fingerprint}, signed by {report.key[:16]}")
+    say(place)
 
 
 # `reshard mount`: a target that is not written, as read-only files.
@@ -727,112 +795,6 @@ def mount(
 def _say_error(error: ReshardError) -> None:
     """Say why readers of a mount got EIO."""
     complain(error.code, error.message, error.fix)
-
-
-# `reshard clean`: removes files of unfinished conversions.
-
-
-def register_clean(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command(rich_help_panel=HERE)(clean)
-
-
-def clean(
-    target: Annotated[str, typer.Argument(metavar="DST", help="Target of the unfinished conversion.")],
-    *,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list what would be removed.", rich_help_panel=GENERAL)
-    ] = False,
-    idle: Annotated[
-        bool,
-        typer.Option(
-            "--idle",
-            help="No process uses DST: remove its files from an object store without waiting an hour.",
-            rich_help_panel=GENERAL,
-        ),
-    ] = False,
-    profile: TargetProfile = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Remove files that unfinished conversions into DST left: staging directories, journals, uploads, claims.
-
-    A finished DST stays, and so does every file that a process uses.
-    """
-    report = load_engine().clean(target, profile=profile, dry_run=dry_run, idle=idle)
-    say(*([report.model_dump_json()] if as_json else _lines(report, dry_run=dry_run)))
-    for path in report.below:
-        hint(f"note: a conversion left files below it: reshard clean {shlex.quote(path)}")
-    used = [found for found in report.leftovers if found.in_use]
-    if used and not dry_run:
-        local = "://" not in report.target
-        complain(
-            "request.target_busy",
-            f"a conversion into {printable(report.target)} is at work on {len(used)} of "
-            f"{len(report.leftovers)}: they stay",
-            "wait for it to end, or stop it" if local else "wait for it to end; if you know that it is dead: --idle",
-        )
-        raise typer.Exit(int(ExitCode.CONFLICT))
-
-
-def _lines(report: CleanReport, *, dry_run: bool) -> list[str]:
-    if not report.leftovers:
-        return [f"nothing is left beside {printable(report.target)}"]
-    lines: list[str] = []
-    for found in report.leftovers:
-        done = "would be removed" if dry_run else "removed" if report.removed else "stays"
-        what = "in use, stays" if found.in_use else done
-        lines.append(f"{what}: {found.kind} {printable(found.path)} ({format_size(found.size_bytes)})")
-    free = format_size(sum(f.size_bytes for f in report.leftovers if not f.in_use))
-    return [*lines, f"{free} {'would be' if dry_run else 'are'} free"] if report.removed or dry_run else lines
-
-
-# `reshard slim`: rewrites torch files without the parts of storages that no tensor uses.
-
-
-def register_slim(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command(rich_help_panel=HERE)(slim)
-
-
-def slim(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Torch file, or directory with torch files.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="File or directory to create.")],
-    *,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.", rich_help_panel=TARGET)] = False,
-    profile: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Storage profile (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
-    ] = None,
-    target_profile: TargetProfile = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-) -> None:
-    """Rewrite torch files so that each storage is only as long as its tensors; other files are copied.
-
-    `torch.save` writes the whole storage of a tensor, also if the tensor is a small view of it (a slice, or a view of
-    ZeRO's flat buffer). DeepSpeed's `clone_tensors_for_torch_save` avoids this before saving; this command repairs
-    files that were saved without it. Nothing in a file is executed.
-    """
-    engine = load_engine()
-    with stoppable() as stop, progress_shown(quiet=quiet) as show:
-        done = engine.slim(
-            SourceFlags(profile=profile).spec(source),
-            target,
-            overwrite=overwrite,
-            target_profile=target_profile,
-            on_progress=show,
-            should_stop=stop.is_set,
-        )
-    if as_json:
-        say(done.model_dump_json())
-        return
-    saved = done.source_bytes - done.target_bytes
-    share = f" ({saved / done.source_bytes:.1%})" if done.source_bytes else ""
-    if not quiet:
-        sys.stderr.write(
-            f"{format_size(done.source_bytes)} -> {format_size(done.target_bytes)}, {format_size(saved)} saved{share}\n"
-        )
-    say(done.target)
 
 
 # `reshard doctor`: checks this machine, its credentials and its service before a conversion needs them.

@@ -1,4 +1,4 @@
-"""Inspections and plans as lines of text, and the next step after a conversion."""
+"""Inspections, plans and comparisons as lines of text, and the next step after a conversion."""
 
 from __future__ import annotations
 
@@ -14,8 +14,24 @@ from reshard.draw.layout import render
 from reshard.errors import counted, format_size, printable
 
 if TYPE_CHECKING:
-    from reshard.models.jobs import CastLoss, Inspection, NotCarried, PlanSummary, PossibleTarget, TensorInfo
-    from reshard.models.reports import LayoutPicture, TensorPicture
+    from reshard.models.jobs import (
+        CastLoss,
+        ConvertResult,
+        Inspection,
+        NotCarried,
+        PlanSummary,
+        PossibleTarget,
+        TensorInfo,
+    )
+    from reshard.models.reports import (
+        Difference,
+        DiffReport,
+        DiffSide,
+        FingerprintReport,
+        LayoutPicture,
+        SealCheck,
+        TensorPicture,
+    )
 
 
 _SHOWN_ENTRIES = 6
@@ -332,3 +348,105 @@ def _weights_call(whole: str, files: list[str], *, remote: bool) -> str:
     if weights[0].endswith(".bin"):
         return f"model.load_state_dict(torch.load({path}, weights_only=True))"
     return f"safetensors.torch.load_model(model, {path})"
+
+
+def done_line(result: ConvertResult) -> str:
+    """What a conversion read and wrote, in one line."""
+    kept = f", kept {format_size(result.resumed_bytes)} of an earlier run" if result.resumed_bytes else ""
+    # A plan counts tensors only; neighbours are read in one call, with the bytes between them.
+    return (
+        f"read {format_size(result.read_bytes)} with gaps, wrote {format_size(result.write_bytes)} "
+        f"in {counted(len(result.files), 'file')}{kept}, {sum(result.seconds.values()):.1f} s, verified"
+    )
+
+
+# Comparisons, fingerprints and checks against certificates as lines of text.
+
+SHOWN_DIFFERENCES = 20
+_NAME_CHARS = 64
+_OF_TRAINING = frozenset({"optimizer states", "counters and client state"})
+"""The names under which a comparison says that one side has no state of training at all."""
+
+
+def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:
+    """A comparison as lines of text: the verdict first, then the largest differences."""
+    yield report.verdict()
+    yield f"  A  {_side(report.a)}"
+    yield f"  B  {_side(report.b)}"
+    yield (
+        f"  {report.identical:,} of {counted(report.tensors, 'tensor')} equal bit for bit, "
+        f"{counted(report.elements, 'element')}, {counted(report.values, 'value')}; "
+        f"read {format_size(report.read_bytes)} in {report.seconds:.1f} s"
+    )
+    for note in report.notes:
+        yield f"  note: {printable(note)}"
+    shown = report.differences if every else report.differences[:SHOWN_DIFFERENCES]
+    for difference in shown:
+        yield f"  {_difference(difference)}"
+    if {d.name for d in report.differences if d.a is None or d.b is None} & _OF_TRAINING:
+        yield "  only one side holds a training state: --weights-only compares the rest"
+    if len(shown) < len(report.differences):
+        yield f"  ... and {len(report.differences) - len(shown)} more: --all"
+
+
+def _side(side: DiffSide) -> str:
+    facts = [side.format, *(f"{axis}={size}" for axis, size in side.world.items())]
+    facts += [] if side.step is None else [f"step {side.step}"]
+    tag = "" if side.tag is None else f" ({printable(side.tag)})"
+    return f"{printable(side.url)}{tag}  {' '.join(facts)}"
+
+
+def _difference(found: Difference) -> str:
+    name = printable(found.name, max_chars=_NAME_CHARS) + (f"/{printable(found.state)}" if found.state else "")
+    if found.kind == "elements":
+        return f"{name}: {_elements(found)}"
+    if found.a is None or found.b is None:
+        side, value = ("B", found.b) if found.a is None else ("A", found.a)
+        if value == "present":
+            return f"only in {side}: {name}"
+        text = f"only in {side}: {printable(value)}"
+    else:
+        text = f"{printable(found.a)} | {printable(found.b)}"
+    shared = f" (and {counted(found.parameters - 1, 'more parameter')})" if found.parameters > 1 else ""
+    return f"{name}: {found.kind.value}: {text}{shared}"
+
+
+def _elements(found: Difference) -> str:
+    parts = [f"{found.differing or 0:,} of {counted(found.elements or 0, 'element')}"]
+    if found.max_abs is not None and found.max_rel is not None:
+        parts.append(f"max |a-b| {found.max_abs:.3g}, relative {found.max_rel:.3g}")
+    if found.nonfinite:
+        parts.append(f"{found.nonfinite:,} not finite")
+    where = list(found.first_index or ())
+    parts.append(f"first at {where}: {printable(found.a)} | {printable(found.b)}")
+    if found.compared_as is not None:
+        parts.append(f"as {found.compared_as}")
+    return ", ".join(parts)
+
+
+def fingerprint_lines(report: FingerprintReport) -> Iterator[str]:
+    """A fingerprint as lines of text: the digest of the whole first, then that of each component with its lines."""
+    yield report.digest
+    for name, digest in report.components.items():
+        yield f"  {name:10}{digest or 'absent'}"
+        yield from (f"    {line}" for line in report.lines.get(name, ()))
+    yield f"  {counted(report.tensors, 'tensor')}; read {format_size(report.read_bytes)} in {report.seconds:.1f} s"
+    for note in report.notes:
+        yield f"  note: {printable(note)}"
+
+
+def check_lines(check: SealCheck) -> Iterator[str]:
+    """The outcome of a check against a certificate: what differs, and how each step was made from the next one."""
+    for problem in check.problems:
+        yield f"{' '.join(filter(None, (problem.path, problem.tensor)))}: {problem.problem}".removeprefix(": ")
+    if check.ok:
+        size = format_size(check.read_bytes)
+        yield f"ok: {counted(check.files, 'file')} and the state are as sealed ({size}, {check.seconds:.1f} s)"
+    for step in check.chain:
+        yield f"  {printable(step.name)}  {step.format}  files {step.contents[:16]}  state {step.fingerprint[:16]}"
+        yield f"    signed by {step.key[:16]}, {printable(step.tool)}"
+        if step.plan_digest is not None:
+            other = f"other {', '.join(step.changed)}" if step.changed else "the same state"
+            cast = f", weights cast to {step.dtype}" if step.dtype else ""
+            lost = f"{len(step.not_carried)} not carried, {len(step.casts)} lossy casts{cast}"
+            yield f"    made by plan {step.plan_digest[:16]}: {other}, {lost}; from"

@@ -1,4 +1,4 @@
-"""The commands of a run's directory: `ls` lists its checkpoints, `prune` removes old ones."""
+"""The commands that keep directories: `ls` and `prune` for the checkpoints of a run, `clean` and `slim`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reshard.cli.help_pages import GENERAL, HERE, SOURCE, aligned, hint, say
-from reshard.cli.local import JsonFlag
-from reshard.errors import counted, format_size, printable
+from reshard.cli.flags import SourceFlags
+from reshard.cli.help_pages import GENERAL, HERE, SOURCE, TARGET, aligned, complain, hint, say
+from reshard.cli.local import JsonFlag, QuietFlag, TargetProfile, stoppable
+from reshard.errors import ExitCode, counted, format_size, printable
 from reshard.local import load_engine
+from reshard.progress import progress_shown
 
 if TYPE_CHECKING:
+    from reshard.models.jobs import CleanReport
     from reshard.models.reports import PruneReport, RunListing, RunStep
 
 Run = Annotated[
@@ -137,3 +140,109 @@ def decision_lines(shown: PruneReport) -> Iterator[str]:
     going = [found for found in shown.decisions if not found.kept_for]
     freed = format_size(sum(found.size_bytes for found in going))
     yield f"{counted(len(going), 'checkpoint')} of {len(shown.decisions)} would go: {freed}"
+
+
+# `reshard clean`: removes files of unfinished conversions.
+
+
+def register_clean(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command(rich_help_panel=HERE)(clean)
+
+
+def clean(
+    target: Annotated[str, typer.Argument(metavar="DST", help="Target of the unfinished conversion.")],
+    *,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be removed.", rich_help_panel=GENERAL)
+    ] = False,
+    idle: Annotated[
+        bool,
+        typer.Option(
+            "--idle",
+            help="No process uses DST: remove its files from an object store without waiting an hour.",
+            rich_help_panel=GENERAL,
+        ),
+    ] = False,
+    profile: TargetProfile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove files that unfinished conversions into DST left: staging directories, journals, uploads, claims.
+
+    A finished DST stays, and so does every file that a process uses.
+    """
+    report = load_engine().clean(target, profile=profile, dry_run=dry_run, idle=idle)
+    say(*([report.model_dump_json()] if as_json else _lines(report, dry_run=dry_run)))
+    for path in report.below:
+        hint(f"note: a conversion left files below it: reshard clean {shlex.quote(path)}")
+    used = [found for found in report.leftovers if found.in_use]
+    if used and not dry_run:
+        local = "://" not in report.target
+        complain(
+            "request.target_busy",
+            f"a conversion into {printable(report.target)} is at work on {len(used)} of "
+            f"{len(report.leftovers)}: they stay",
+            "wait for it to end, or stop it" if local else "wait for it to end; if you know that it is dead: --idle",
+        )
+        raise typer.Exit(int(ExitCode.CONFLICT))
+
+
+def _lines(report: CleanReport, *, dry_run: bool) -> list[str]:
+    if not report.leftovers:
+        return [f"nothing is left beside {printable(report.target)}"]
+    lines: list[str] = []
+    for found in report.leftovers:
+        done = "would be removed" if dry_run else "removed" if report.removed else "stays"
+        what = "in use, stays" if found.in_use else done
+        lines.append(f"{what}: {found.kind} {printable(found.path)} ({format_size(found.size_bytes)})")
+    free = format_size(sum(f.size_bytes for f in report.leftovers if not f.in_use))
+    return [*lines, f"{free} {'would be' if dry_run else 'are'} free"] if report.removed or dry_run else lines
+
+
+# `reshard slim`: rewrites torch files without the parts of storages that no tensor uses.
+
+
+def register_slim(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command(rich_help_panel=HERE)(slim)
+
+
+def slim(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Torch file, or directory with torch files.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="File or directory to create.")],
+    *,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.", rich_help_panel=TARGET)] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Storage profile (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
+    ] = None,
+    target_profile: TargetProfile = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Rewrite torch files so that each storage is only as long as its tensors; other files are copied.
+
+    `torch.save` writes the whole storage of a tensor, also if the tensor is a small view of it (a slice, or a view of
+    ZeRO's flat buffer). DeepSpeed's `clone_tensors_for_torch_save` avoids this before saving; this command repairs
+    files that were saved without it. Nothing in a file is executed.
+    """
+    engine = load_engine()
+    with stoppable() as stop, progress_shown(quiet=quiet) as show:
+        done = engine.slim(
+            SourceFlags(profile=profile).spec(source),
+            target,
+            overwrite=overwrite,
+            target_profile=target_profile,
+            on_progress=show,
+            should_stop=stop.is_set,
+        )
+    if as_json:
+        say(done.model_dump_json())
+        return
+    saved = done.source_bytes - done.target_bytes
+    share = f" ({saved / done.source_bytes:.1%})" if done.source_bytes else ""
+    if not quiet:
+        sys.stderr.write(
+            f"{format_size(done.source_bytes)} -> {format_size(done.target_bytes)}, {format_size(saved)} saved{share}\n"
+        )
+    say(done.target)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from reshard.errors import counted
 from reshard.installed_formats import OfInstalledFormats
-from reshard.models.jobs import NotCarried
+from reshard.models.jobs import CastLoss, NotCarried, VerifyProblem
 from reshard.options import Options
 from reshard.wire_model import SCHEMA_VERSION, RenderedModel, RequestModel, ShownModel, WireModel
 
@@ -182,6 +182,82 @@ class FingerprintReport(WireModel):
     """Notes on what no digest covers, and on what contradicts itself in the checkpoint."""
     not_carried: tuple[NotCarried, ...] = ()
     """Everything that the checkpoint holds and the reader does not read: it is in no digest."""
+    seconds: float
+
+
+# Wire models of signed statements about checkpoints.
+
+
+class Signing(WireModel):
+    """The key that signs, and what the signed statement refers to."""
+
+    key: str
+    """URL or path of a private key in PEM, or the URI of a key that a service keeps, such as `awskms:...`."""
+    public_key: str | None = None
+    """URL or path of the public key, for keys that a service keeps."""
+    certificate: str | None = None
+    """URL or path of the certificate of a conversion's source; None to seal the source as well."""
+    trusted: tuple[str, ...] = ()
+    """URLs or paths of public keys that may have signed that certificate, beside this one."""
+
+
+class SealReport(WireModel):
+    """A signed statement about a checkpoint."""
+
+    schema_version: int = SCHEMA_VERSION
+    url: str
+    """The sealed directory or file."""
+    format: str
+    name: str
+    contents: str
+    """Digest of all files: SHA-256 of their SHA-256s, in the order of their names."""
+    fingerprint: str
+    statement: str
+    """SHA-256 of the statement, by which the statements of targets name it."""
+    key: str
+    """SHA-256 of the public key as PEM."""
+    files: int
+    read_bytes: int
+    weights_only: bool
+    """True if the fingerprint is of the model alone: the files leave open what the optimizer's states mean."""
+    certificate: str
+    """The statement in its envelope and bundle, as JSON text."""
+    seconds: float
+
+
+class SealedStep(WireModel):
+    """One statement of a chain."""
+
+    name: str
+    format: str
+    step: int | None
+    tool: str
+    key: str
+    statement: str
+    contents: str
+    fingerprint: str
+    plan_digest: str | None
+    """Digest of the plan by which it was made; None for a checkpoint that was sealed as it was found."""
+    dtype: str | None = None
+    """Type that its weights were cast to."""
+    changed: tuple[str, ...] = ()
+    """Parts of the state that are not those of the source, or that it lacks."""
+    casts: tuple[CastLoss, ...] = ()
+    not_carried: tuple[NotCarried, ...] = ()
+
+
+class SealCheck(WireModel):
+    """The outcome of comparing a checkpoint with its certificate, whose signature and chain are sound."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    ok: bool
+    files: int
+    read_bytes: int
+    problems: tuple[VerifyProblem, ...] = ()
+    """Files that are not those that were sealed, then tensors."""
+    chain: tuple[SealedStep, ...]
+    """The statements, from that about the checkpoint to that about the first source."""
     seconds: float
 
 

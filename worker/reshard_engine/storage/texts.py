@@ -20,8 +20,9 @@ from typing import Any, Protocol, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from reshard.errors import IntegrityError, SourceError, StorageError, as_text, printable
+from reshard.errors import IntegrityError, RequestError, SourceError, StorageError, as_text, printable
 from reshard_engine.storage.local_writes import write_all, writing
+from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, join, read_bytes
 
 MAX_TEXT_BYTES = 64 << 20
@@ -255,6 +256,26 @@ class ObjectTexts:
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
         self._store.delete([join(self._root, name) for name in names])
+
+
+def write_text(location: Location, text: bytes) -> None:
+    """Write a text whole, as a file or as an object.
+
+    Raises:
+        RequestError: `request.unknown_scheme` for a store that cannot be written to.
+        StorageError: The storage refused or failed.
+    """
+    if isinstance(location.store, ObjectStore):
+        location.store.put(location.path, text, metadata={}, if_absent=False)
+    elif location.store.scheme == "file":
+        directory, name = os.path.split(os.path.abspath(location.path))
+        FileTexts(directory).put(name, text)
+    else:
+        raise RequestError(
+            "request.unknown_scheme",
+            f"nothing can be written to {printable(location.url)}",
+            fix="give a local path or s3://bucket/path",
+        )
 
 
 def read_text(

@@ -1,0 +1,336 @@
+"""Signed statements about checkpoints: others' verifiers accept them, and each kind of forgery has its own refusal."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from google.protobuf import json_format
+from in_toto_attestation.v1 import statement as in_toto
+from model_signing import verifying
+from securesystemslib.dsse import Envelope
+from securesystemslib.signer import CryptoSigner, SSlibKey
+
+import reshard
+from house.fingerprint_checker import read_safetensors
+from house.keys import key_pair
+from house.repository import ROOT
+from reshard.cli.main import run
+from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError
+from reshard.local import load_engine
+from reshard.models.reports import SealCheck, SealReport
+from reshard_engine.operations.proof import sealing
+
+TINY = ROOT / "tests" / "data" / "zero2_tiny"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a checkpoint `run`, its certificate, and the keys `seal.key` and `seal.pub`."""
+    shutil.copytree(TINY, tmp_path / "run")
+    key_pair(tmp_path, "seal")
+    written(tmp_path, seal(tmp_path))
+    return tmp_path
+
+
+def seal(place: Path, key: str = "seal.key") -> SealReport:
+    return reshard.seal(place / "run", key=place / key, progress=False)
+
+
+def written(place: Path, report: SealReport, name: str = "run.sealed.json") -> Path:
+    (place / name).write_text(report.certificate)
+    return place / name
+
+
+def check(place: Path, what: str = "run", *certificates: str) -> SealCheck:
+    found = [place / name for name in certificates or (f"{what}.sealed.json",)]
+    return reshard.verify_sealed(place / what, found, [place / "seal.pub"])
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(ReshardError) as raised:
+        call()
+    return raised.value.code
+
+
+def edited(certificate: Path, change: Callable[[dict[str, Any]], None], key: Path | None = None) -> None:
+    """Change the statement of a certificate, and sign it again if a key is given."""
+    bundle = json.loads(certificate.read_text())
+    envelope = bundle["dsseEnvelope"]
+    body = json.loads(base64.b64decode(envelope["payload"]))
+    change(body)
+    payload = json.dumps(body).encode()
+    envelope["payload"] = base64.b64encode(payload).decode()
+    if key is not None:
+        private = serialization.load_pem_private_key(key.read_bytes(), None)
+        keyid = envelope["signatures"][0]["keyid"]
+        signer = CryptoSigner(private, SSlibKey.from_crypto(private.public_key(), keyid=keyid))
+        again = Envelope(payload, envelope["payloadType"], {})
+        again.sign(signer)
+        bundle["dsseEnvelope"] = again.to_dict()
+    certificate.write_text(json.dumps(bundle))
+
+
+# -- what is sealed, by others' verifiers ---------------------------------------------------------------
+
+
+def test_a_sealed_checkpoint_is_the_one_that_was_sealed(place: Path) -> None:
+    report, found = seal(place), check(place)
+    assert found.ok
+    assert found.problems == ()
+    (step,) = found.chain
+    assert (step.contents, step.fingerprint) == (report.contents, report.fingerprint)
+    assert report.fingerprint == reshard.fingerprint(TINY).digest
+    assert report.files == 3
+    assert not report.weights_only
+    assert step.plan_digest is None
+
+
+@pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1()], ids=lambda c: c.name)
+def test_the_verifier_of_model_signing_accepts_a_seal(curve: Any, place: Path) -> None:
+    _, public = key_pair(place, "ec", ec.generate_private_key(curve))
+    certificate = written(place, seal(place, "ec.key"), "ec.json")
+    config = verifying.Config().use_elliptic_key_verifier(public_key=public)
+    config.verify(place / "run" / "global_step3", certificate)
+    (place / "run" / "global_step3" / "more").write_text("x")
+    with pytest.raises(ValueError, match="Extra files"):
+        config.verify(place / "run" / "global_step3", certificate)
+
+
+def test_the_libraries_of_in_toto_accept_a_seal(place: Path) -> None:
+    """Theirs verify ed25519, which model-signing does not."""
+    envelope = Envelope.from_dict(json.loads((place / "run.sealed.json").read_text())["dsseEnvelope"])
+    (keyid,) = envelope.signatures
+    public = serialization.load_pem_public_key((place / "seal.pub").read_bytes())
+    assert envelope.verify([SSlibKey.from_crypto(public, keyid=keyid)], 1).keys() == {keyid}
+    parsed = in_toto.Statement.copy_from_pb(json_format.Parse(envelope.payload, in_toto.Statement([], "", {}).pb))
+    parsed.validate()
+    assert parsed.pb.predicate_type == "https://model_signing/signature/v1.0"
+    assert [s.name for s in parsed.pb.subject] == ["global_step3"]
+
+
+def test_a_single_file_can_be_sealed(place: Path) -> None:
+    reshard.convert(place / "run", place / "out", to="torch_save", progress=False)
+    (alone,) = (place / "out").glob("*.pt")
+    certificate = written(place, reshard.seal(alone, key=place / "seal.key", progress=False), "file.json")
+    assert reshard.verify_sealed(alone, [certificate], [place / "seal.pub"]).ok
+
+
+# -- forgeries ------------------------------------------------------------------------------------------
+
+
+def lighter(body: dict[str, Any]) -> None:
+    body["predicate"]["reshard"]["step"] = 4
+
+
+@pytest.mark.parametrize("what", ["statement", "signature", "envelope", "another statement of the key"])
+def test_a_tampered_statement_is_refused(what: str, place: Path) -> None:
+    certificate = place / "run.sealed.json"
+    bundle = json.loads(certificate.read_text())
+    if what == "statement":
+        edited(certificate, lighter)
+    elif what == "another statement of the key":
+        edited(certificate, lambda body: body["predicate"].pop("reshard"), place / "seal.key")
+    elif what == "signature":
+        bundle["dsseEnvelope"]["signatures"][0]["sig"] = base64.b64encode(bytes(64)).decode()
+        certificate.write_text(json.dumps(bundle))
+    else:
+        certificate.write_text(json.dumps({**bundle, "dsseEnvelope": []}))
+    assert refusal(lambda: check(place)) == "integrity.signature"
+
+
+@pytest.mark.parametrize("part", ["resources", "lines", "components"])
+def test_a_statement_that_contradicts_itself_is_refused_even_if_it_is_signed(part: str, place: Path) -> None:
+    def change(body: dict[str, Any]) -> None:
+        state = body["predicate"]["reshard"]["state"]
+        if part == "resources":
+            body["predicate"]["resources"][0]["digest"] = "0" * 64
+        elif part == "lines":
+            state["lines"]["moments"] = state["lines"]["moments"][1:]
+        else:
+            state["components"]["counters"] = None
+
+    edited(place / "run.sealed.json", change, place / "seal.key")
+    assert refusal(lambda: check(place)) == "integrity.signature"
+
+
+def test_a_wrong_key_is_refused(place: Path) -> None:
+    key_pair(place, "other")
+    assert (
+        refusal(lambda: reshard.verify_sealed(place / "run", [place / "run.sealed.json"], [place / "other.pub"]))
+        == "integrity.wrong_key"
+    )
+    both = [place / "other.pub", place / "seal.pub"]
+    assert reshard.verify_sealed(place / "run", [place / "run.sealed.json"], both).ok
+
+
+def test_a_swapped_file_is_named_with_its_tensors(place: Path) -> None:
+    (moment,) = (held[2] for n, held in read_safetensors(TINY / "expected.safetensors").items() if n == _MOMENT)
+    shards = (place / "run" / "global_step3").glob("*optim_states.pt")
+    # The moment lies in a file as it lies in memory.
+    shard = next(path for path in shards if moment[:16] in path.read_bytes())
+    data = bytearray(shard.read_bytes())
+    data[data.index(moment[:16])] ^= 1
+    shard.write_bytes(data)
+    found = check(place)
+    assert not found.ok
+    assert [p.path for p in found.problems if p.path] == [shard.name]
+    assert {p.tensor for p in found.problems if p.tensor} == {"layers.0.up.weight"}
+    shutil.copy(ROOT / "tests" / "data" / "zero3_tiny" / "expected.json", shard)
+    assert [p.path for p in check(place).problems if p.path] == [shard.name]
+
+
+_MOMENT = "exp_avg/layers.0.up.weight"
+
+
+def test_missing_and_added_files_are_named(place: Path) -> None:
+    directory = place / "run" / "global_step3"
+    (directory / "added.txt").write_text("x")
+    assert [(p.path, p.problem) for p in check(place).problems] == [("added.txt", "was not sealed")]
+    gone = min(directory.glob("*optim_states.pt"))
+    gone.unlink()
+    problems = {p.path: p.problem for p in check(place).problems}
+    assert {path for path in problems if path} == {gone.name, "added.txt"}
+    assert problems[gone.name] == "is missing"
+    assert problems[""].startswith("the state cannot be read: checkpoint.incomplete")
+
+
+# -- chains ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chain(place: Path) -> Path:
+    """The place with `zero/global_step3`, made from `run`, and with `weights`, made from that; both are sealed."""
+    key = str(place / "seal.key")
+    (place / "zero").mkdir()
+    native, weights = place / "zero" / "global_step3", place / "weights"
+    first = ["convert", str(place / "run"), str(native), "--to", "zero", "--dp", "3", "-q"]
+    assert run([*first, "--sign", key, "--cert", str(place / "run.sealed.json")]) == 0
+    second = ["convert", str(native), str(weights), "--to", "safetensors", "--dtype", "bf16", "-q", "--sign", key]
+    assert run([*second, "--cert", f"{native}.sealed.json"]) == 0
+    return place
+
+
+def test_a_chain_is_walked_to_its_first_source(chain: Path) -> None:
+    found = check(chain, "weights", "weights.sealed.json", "zero/global_step3.sealed.json")
+    assert found.ok
+    weights, native, source = found.chain
+    assert source.plan_digest is None
+    assert native.changed == ()
+    assert native.fingerprint == source.fingerprint
+    assert weights.dtype == "bf16"
+    assert set(weights.changed) == {"model", "moments", "counters", "groups"}
+    assert {entry.path for entry in weights.not_carried} >= {"lr_scheduler"}
+    manifest = json.loads((chain / "weights" / "reshard.json").read_text())
+    assert weights.plan_digest == manifest["plan_digest"]
+
+
+def test_a_truncated_chain_is_refused(chain: Path) -> None:
+    assert refusal(lambda: check(chain, "weights")) == "integrity.chain"
+    (chain / "run.sealed.json").unlink()
+    both = ("weights.sealed.json", "zero/global_step3.sealed.json")
+    assert refusal(lambda: check(chain, "weights", *both)) == "integrity.chain"
+
+
+def test_a_link_to_a_statement_about_another_source_is_refused(chain: Path) -> None:
+    def change(body: dict[str, Any]) -> None:
+        body["predicate"]["reshard"]["origin"]["contents"] = "0" * 64
+
+    edited(chain / "zero" / "global_step3.sealed.json", change, chain / "seal.key")
+    both = ("zero/global_step3.sealed.json", "run.sealed.json")
+    assert refusal(lambda: check(chain, "zero/global_step3", *both)) == "integrity.chain"
+
+
+def test_without_a_certificate_the_source_is_sealed_as_well(place: Path) -> None:
+    target = place / "universal"
+    words = ["convert", str(place / "run"), str(target), "--to", "universal", "-q", "--sign", str(place / "seal.key")]
+    assert run(words) == 0
+    (place / "run.sealed.json").unlink()
+    one, other = check(place, "universal").chain
+    assert one.fingerprint == other.fingerprint
+    assert (place / "universal.source.sealed.json").exists()
+
+
+def test_a_source_that_is_not_the_sealed_one_is_not_converted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "run" / "global_step3" / "added.txt").write_text("x")
+    words = ["convert", str(place / "run"), str(place / "out"), "--to", "universal", "--sign", str(place / "seal.key")]
+    assert run([*words, "--cert", str(place / "run.sealed.json")]) == 7
+    assert "integrity.sealed" in capsys.readouterr().err
+    assert not (place / "out").exists()
+
+
+def test_a_source_that_changes_during_the_conversion_gets_no_certificate(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_engine()
+    convert = engine.convert
+
+    def changing(*arguments: Any, **options: Any) -> Any:
+        done = convert(*arguments, **options)
+        (place / "run" / "global_step3" / "added.txt").write_text("x")
+        return done
+
+    monkeypatch.setattr(engine, "convert", changing)
+    words = ["convert", str(place / "run"), str(place / "out"), "--to", "universal", "-q"]
+    assert run([*words, "--sign", str(place / "seal.key")]) == 6
+    assert not list(place.glob("out*.sealed.json"))
+
+
+# -- keys and the command line --------------------------------------------------------------------------
+
+
+def test_keys_that_cannot_sign_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="not a private key in PEM"):
+        seal(place, "seal.pub")
+    with pytest.raises(RequestError, match="not a public key in PEM"):
+        reshard.verify_sealed(place / "run", [place / "run.sealed.json"], [place / "seal.key"])
+    with pytest.raises(SourceError, match="no key or certificate"):
+        seal(place, "none.key")
+    with pytest.raises(RequestError, match="kept by a service"):
+        reshard.seal(place / "run", key="awskms:alias/seal", progress=False)
+    hidden = ed25519.Ed25519PrivateKey.generate()
+    key_pair(place, "hidden", hidden, b"open sesame")
+    with pytest.raises(RequestError, match="not a private key in PEM"):
+        seal(place, "hidden.key")
+    monkeypatch.setenv(sealing.PASSPHRASE, "open sesame")
+    certificate = written(place, seal(place, "hidden.key"))
+    assert reshard.verify_sealed(place / "run", [certificate], [place / "hidden.pub"]).ok
+
+
+def test_a_key_of_another_service_signs_through_its_library(place: Path) -> None:
+    """`file2:` is a scheme of securesystemslib, as `awskms:` is: the library finds the signer, not reshard."""
+    report = reshard.seal(
+        place / "run", key=f"file2:{place / 'seal.key'}", public_key=place / "seal.pub", progress=False
+    )
+    written(place, report)
+    assert check(place).ok
+
+
+def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    assert run(["seal", "run", "--key", "seal.key", "-q"]) == 0
+    assert capsys.readouterr().out == "global_step3.sealed.json\n"
+    assert run(["verify", "run", "--cert", "global_step3.sealed.json", "--key", "seal.pub"]) == 0
+    assert capsys.readouterr().out.startswith("ok: 3 files and the state are as sealed")
+    (place / "run" / "global_step3" / "added.txt").write_text("x")
+    assert run(["verify", "run", "--cert", "global_step3.sealed.json", "--key", "seal.pub"]) == 7
+    printed = capsys.readouterr()
+    assert printed.out.startswith("added.txt: was not sealed\n")
+    assert "error: integrity.sealed: 1 difference between run and its certificate" in printed.err
+    assert run(["verify", "run", "--cert", "global_step3.sealed.json"]) == 2
+    assert run(["convert", "run", "out", "--to", "universal", "--workers", "2", "--worker", "0", "--sign", "x"]) == 2
+
+
+def test_without_the_extra_the_missing_library_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "securesystemslib", None)
+    with pytest.raises(RequestError, match="signatures need 'securesystemslib'") as raised:
+        seal(place)
+    assert "[sign]" in raised.value.fix
+    assert isinstance(IntegrityError("integrity.chain", "x"), ReshardError)

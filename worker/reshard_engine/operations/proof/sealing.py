@@ -1,0 +1,662 @@
+"""`reshard seal`: signed statements about checkpoints, the links between those of a conversion, and their verification.
+
+A statement is an in-toto statement with the predicate of model-signing, which lists the SHA-256 of every file. Its
+member `reshard` has the fingerprint of the state and, of a target, the conversion that made it from a source whose
+statement it names. The statement is signed in a DSSE envelope, which is stored in a bundle of Sigstore.
+
+Source: in-toto attestation framework 1.0 (`Statement/v1`); DSSE 1.0.2; Sigstore bundle 0.3; model-signing 1.1.1
+`_signing/signing.py` (`Payload`: verifiers of version 1.0 of the predicate ignore members that they do not know).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from reshard.choices import OpaquePolicy
+from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, printable
+from reshard.local import install_line
+from reshard.models.jobs import CastLoss, ConvertRequest, ConvertResult, NotCarried, Progress, VerifyProblem
+from reshard.models.reports import FingerprintOptions, FingerprintReport, SealCheck, SealedStep, SealReport, Signing
+from reshard.options import Options, SourceSpec
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.registry import rules_of
+from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
+from reshard_engine.integrity.checksums import Sha256
+from reshard_engine.integrity.manifest import TOOL_VERSION
+from reshard_engine.operations.diff import reading_threads
+from reshard_engine.operations.proof.fingerprint import WHOLE, component_digest, fingerprint_of, whole_digest
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.crc32 import pieces_of
+from reshard_engine.storage.locations import Location, open_location
+from reshard_engine.storage.protocol import ObjectInfo, parent_and_name, read_bytes
+from reshard_engine.storage.texts import write_text
+
+SUFFIX = ".sealed.json"
+"""The end of the name of a certificate that stands beside what it is about."""
+PASSPHRASE = "RESHARD_KEY_PASSPHRASE"  # noqa: S105 - the name of a variable
+"""The environment variable with the passphrase of an encrypted private key."""
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_PREDICATE = "https://model_signing/signature/v1.0"
+_PAYLOAD = "application/vnd.in-toto+json"
+_BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+_NOT_SEALED = (".git", ".gitattributes", ".github", ".gitignore")
+"""Names that verifiers of model-signing always leave out."""
+_IN_STATEMENT = (*WHOLE[1:], "weights", "masters")
+"""Components whose lines a statement has: values of `run` may be private."""
+_MOST_BYTES = 1 << 30
+_THREADS = 4
+_VERSION = 1
+
+Key = Any
+"""A public key of securesystemslib, which exports no types."""
+Signer = Any
+"""A signer of securesystemslib."""
+OnProgress = Callable[[Progress], None] | None
+ShouldStop = Callable[[], bool] | None
+
+
+class _Fact(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SealedState(_Fact):
+    """The fingerprint in a statement."""
+
+    digest: Sha256
+    components: dict[str, Sha256 | None]
+    lines: dict[str, tuple[str, ...]]
+    weights_only: bool = False
+
+
+class Origin(_Fact):
+    """The conversion that made a target, and the source that it was made from."""
+
+    statement: Sha256
+    """SHA-256 of the payload of the source's statement."""
+    contents: Sha256
+    """The digest of the source's files."""
+    fingerprint: Sha256
+    plan_digest: Sha256
+    to: str
+    dtype: str | None
+    """The type that weights were cast to; None for the types of the source."""
+    casts: tuple[CastLoss, ...]
+    not_carried: tuple[NotCarried, ...]
+
+
+class Facts(_Fact):
+    """The member `reshard` of the predicate."""
+
+    version: int
+    tool: str
+    format: str
+    tag: str | None
+    step: int | None
+    choices: dict[str, Any]
+    """The user's choices where the files leave several ways to read them."""
+    rules: dict[str, Any] | None
+    """The rules by which the user said how tensor parallelism cut it; None if the checkpoint says it."""
+    state: SealedState
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement whose signature was verified, or that is to be signed."""
+
+    name: str
+    contents: str
+    """The digest of all files: SHA-256 of their digests, in the order of their names."""
+    files: Mapping[str, str]
+    """SHA-256 by path relative to the checkpoint."""
+    facts: Facts
+    key: str = ""
+    """SHA-256 of the public key that verified it, as PEM."""
+    payload: bytes = b""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the payload, by which other statements name this one."""
+        return hashlib.sha256(self.payload).hexdigest()
+
+
+# Keys, envelopes and bundles.
+
+
+class _Libraries(NamedTuple):
+    """The modules that sign: `cryptography`'s serialization of keys, and three of `securesystemslib`."""
+
+    serialization: Any
+    dsse: Any
+    signer: Any
+    exceptions: Any
+
+
+def _libraries() -> _Libraries:
+    """The libraries of the extra `sign`.
+
+    Raises:
+        RequestError: `request.engine_missing`.
+    """
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from securesystemslib import dsse, exceptions, signer
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            "request.engine_missing",
+            f"signatures need {error.name!r}, which is not installed",
+            fix=install_line("sign"),
+        ) from None
+    return _Libraries(serialization, dsse, signer, exceptions)
+
+
+def _public(pem: bytes, what: str) -> Key:
+    """A public key, whose id is the SHA-256 of its PEM text: so does model-signing name keys in its bundles."""
+    serialization, _, signer, _ = _libraries()
+    try:
+        key = serialization.load_pem_public_key(pem)
+        whole = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+        return signer.SSlibKey.from_crypto(key, keyid=hashlib.sha256(whole).hexdigest())
+    except ValueError as error:
+        raise _bad_key(what, "public", error) from None
+
+
+def _bad_key(what: str, kind: str, error: Exception) -> RequestError:
+    return RequestError(
+        "request.invalid",
+        f"{printable(what)} is not a {kind} key in PEM: {printable(str(error), max_chars=200)}",
+        fix="openssl genpkey -algorithm ed25519 -out seal.key && openssl pkey -in seal.key -pubout -out seal.pub",
+    )
+
+
+def _signer(signing: Signing) -> Signer:
+    """The signer of a private key in a file, or of a key that a service keeps (`awskms:...`).
+
+    Raises:
+        RequestError: `request.invalid`, `request.engine_missing`.
+        SourceError: `source.not_found`.
+    """
+    serialization, _, signer, _ = _libraries()
+    scheme = signing.key.partition(":")[0]
+    if scheme in signer.SIGNER_FOR_URI_SCHEME and signing.public_key is None:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(signing.key)} is kept by a service, and its public key is needed as well",
+            fix="add --public-key PUB",
+        )
+    try:
+        if scheme in signer.SIGNER_FOR_URI_SCHEME:
+            public_key = signing.public_key or ""
+            return signer.Signer.from_priv_key_uri(signing.key, _public(_text(public_key), public_key))
+        passphrase = os.environ.get(PASSPHRASE)
+        secret = None if passphrase is None else passphrase.encode()
+        key = serialization.load_pem_private_key(_text(signing.key), secret)
+        public = key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        return signer.CryptoSigner(key, _public(public, signing.key))
+    except (ValueError, TypeError) as error:
+        raise _bad_key(signing.key, "private", error) from None
+
+
+def _text(url: str) -> bytes:
+    """The bytes of a small file: a key or a certificate.
+
+    Raises:
+        SourceError: `source.not_found`.
+    """
+    location = open_location(url)
+    info = location.store.stat(location.path)
+    if info is None or info.size_bytes > _MOST_BYTES:
+        raise SourceError("source.not_found", f"there is no key or certificate {printable(url)}", fix="check the path")
+    return read_bytes(location.store, info)
+
+
+def bundle_of(statement: Statement, signer: Signer) -> tuple[str, Statement]:
+    """The bundle of a statement as JSON, and the statement with its payload and its key."""
+    dsse = _libraries().dsse
+    resources = [{"name": n, "algorithm": "sha256", "digest": d} for n, d in statement.files.items()]
+    body = {
+        "_type": _STATEMENT,
+        "subject": [{"name": statement.name, "digest": {"sha256": statement.contents}}],
+        "predicateType": _PREDICATE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": True,
+                "ignore_paths": list(_NOT_SEALED),
+            },
+            "resources": resources,
+            "reshard": statement.facts.model_dump(mode="json"),
+        },
+    }
+    payload = json.dumps(body, separators=(",", ":")).encode()
+    envelope = dsse.Envelope(payload, _PAYLOAD, {})
+    key = envelope.sign(signer).keyid
+    bundle: dict[str, Any] = {
+        "mediaType": _BUNDLE,
+        "verificationMaterial": {"publicKey": {"hint": key}, "tlogEntries": []},
+        "dsseEnvelope": envelope.to_dict(),
+    }
+    return json.dumps(bundle) + "\n", replace(statement, payload=payload, key=key)
+
+
+def open_bundle(data: bytes, keys: Sequence[Key], where: str) -> Statement:
+    """The statement in a bundle that one of these keys signed.
+
+    Raises:
+        IntegrityError: `integrity.wrong_key` if none of the keys signed it; `integrity.signature` if the statement or
+            its signature were changed, or it is no statement of reshard.
+    """
+    _, dsse, _, exceptions = _libraries()
+    try:
+        envelope = dsse.Envelope.from_dict(json.loads(data)["dsseEnvelope"])
+    except (ValueError, KeyError, TypeError, AttributeError, exceptions.Error):
+        raise _tampered(where, "it is not a bundle with a DSSE envelope") from None
+    if not envelope.signatures.keys() & {key.keyid for key in keys}:
+        raise IntegrityError(
+            "integrity.wrong_key",
+            f"{printable(where)}: signed with another key: {', '.join(k[:16] for k in envelope.signatures) or 'none'}",
+            fix="give the public key of who sealed it: --key PUB",
+        )
+    try:
+        (key,) = envelope.verify(list(keys), 1)
+    except exceptions.VerificationError:
+        raise _tampered(where, "the statement is not the one that was signed") from None
+    if envelope.payload_type != _PAYLOAD:
+        raise _tampered(where, f"its payload is {printable(envelope.payload_type)}")
+    return replace(_parsed(envelope.payload, where), key=key, payload=envelope.payload)
+
+
+def _parsed(payload: bytes, where: str) -> Statement:
+    try:
+        body = json.loads(payload)
+        (subject,) = body["subject"]
+        predicate = body["predicate"]
+        files = {resource["name"]: resource["digest"] for resource in predicate["resources"]}
+        facts = Facts.model_validate(predicate["reshard"])
+        found = Statement(subject["name"], subject["digest"]["sha256"], files, facts)
+        whole = _contents(files)
+    except (ValueError, KeyError, TypeError, ValidationError):
+        raise _tampered(where, "it is signed, but is no statement of this version of reshard") from None
+    sound = all(component_digest(lines) == facts.state.components.get(n) for n, lines in facts.state.lines.items())
+    if whole != found.contents or not sound or whole_digest(facts.state.components) != facts.state.digest:
+        raise _tampered(where, "it contradicts itself")
+    return found
+
+
+def _contents(files: Mapping[str, str]) -> str:
+    return hashlib.sha256(b"".join(bytes.fromhex(digest) for _, digest in sorted(files.items()))).hexdigest()
+
+
+def _tampered(where: str, why: str) -> IntegrityError:
+    return IntegrityError(
+        "integrity.signature",
+        f"{printable(where)}: {why}",
+        fix="get the certificate again from who sealed the checkpoint; do not trust this one",
+    )
+
+
+# Sealing: the files and the state of a checkpoint as they are now.
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A checkpoint, and what was read of it to state something about it."""
+
+    checkpoint: Checkpoint
+    rules: Mapping[str, Any] | None
+    place: Location
+    objects: Mapping[str, ObjectInfo]
+    files: Mapping[str, str]
+    report: FingerprintReport
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    """A signed statement, with the objects that it is about as they were listed."""
+
+    report: SealReport
+    statement: Statement
+    objects: Mapping[str, ObjectInfo]
+
+
+def seal(
+    source: SourceSpec,
+    signing: Signing,
+    options: Options,
+    *,
+    on_progress: OnProgress = None,
+    should_stop: ShouldStop = None,
+) -> SealReport:
+    """Sign a statement about a checkpoint.
+
+    Raises:
+        RequestError: `request.invalid` for a key that cannot sign, `request.engine_missing` without the extra `sign`.
+        SourceError: As `fingerprint_of`; `source.changed` if a file changed meanwhile.
+    """
+    see = partial(_see, source, options, on_progress=on_progress, should_stop=should_stop)
+    return _seal(source, _signer(signing), see).report
+
+
+def _seal(source: SourceSpec, signer: Signer, see: Callable[[], _Seen], origin: Origin | None = None) -> _Sealed:
+    started = time.monotonic()
+    seen = see()
+    checkpoint, report = seen.checkpoint, seen.report
+    state = SealedState(
+        digest=report.digest,
+        components=report.components,
+        lines={name: report.lines[name] for name in _IN_STATEMENT if name in report.lines},
+        weights_only=report.weights_only,
+    )
+    facts = Facts(
+        version=_VERSION,
+        tool=TOOL_VERSION,
+        format=checkpoint.format,
+        tag=checkpoint.tag,
+        step=checkpoint.counters.steps,
+        choices=source.model_dump(mode="json", include={*source.given()}),
+        rules=None if seen.rules is None else {**seen.rules},
+        state=state,
+        origin=origin,
+    )
+    name = parent_and_name(seen.place.path)[1]
+    text, statement = bundle_of(Statement(name, _contents(seen.files), seen.files, facts), signer)
+    done = SealReport(
+        url=seen.place.url,
+        format=checkpoint.format,
+        name=name,
+        contents=statement.contents,
+        fingerprint=report.digest,
+        statement=statement.digest,
+        key=statement.key,
+        files=len(seen.files),
+        read_bytes=seen.read_bytes,
+        weights_only=report.weights_only,
+        certificate=text,
+        seconds=time.monotonic() - started,
+    )
+    return _Sealed(done, statement, seen.objects)
+
+
+def _see(source: SourceSpec, options: Options, *, on_progress: OnProgress, should_stop: ShouldStop) -> _Seen:
+    """Read a checkpoint: its state, then the bytes of all its files."""
+    ledger, rules = OpaqueLedger(OpaquePolicy.KEEP), rules_of(options)
+    checkpoint = read_checkpoint(open_location(source.url, source.profile), source.tag, ledger, rules, source)
+    place = open_location(checkpoint.url, source.profile)
+    objects = _objects(place)
+    digest = partial(fingerprint_of, checkpoint, on_progress=on_progress, should_stop=should_stop)
+    asked = FingerprintOptions(lines=True)
+    try:
+        report = digest(asked)
+    except SourceError as error:
+        if error.code != "checkpoint.ambiguous":
+            raise
+        # The files leave open what their optimizer's numbers mean: the statement is about the model, and says so.
+        report = digest(asked.model_copy(update={"weights_only": True}))
+    files = _hashed(place, objects, reading_threads(checkpoint))
+    if _objects(place) != objects:
+        raise _changed(place)
+    size_bytes = sum(info.size_bytes for info in objects.values())
+    return _Seen(checkpoint, rules, place, objects, files, report, report.read_bytes + size_bytes)
+
+
+def _changed(place: Location) -> SourceError:
+    return SourceError(
+        "source.changed",
+        f"files of {printable(place.url)} changed while they were read",
+        fix="wait until nothing writes there, then run the same command again",
+    )
+
+
+def _objects(place: Location) -> dict[str, ObjectInfo]:
+    """The files below a location, or the one file that it is, by their paths relative to it."""
+    found = {path: info for path, info in place.files().items() if path.partition("/")[0] not in _NOT_SEALED}
+    if not found and (info := place.store.stat(place.path)) is not None:
+        found = {parent_and_name(place.path)[1]: info}
+    return dict(sorted(found.items()))
+
+
+def _hashed(place: Location, objects: Mapping[str, ObjectInfo], threads: int) -> dict[str, str]:
+    """SHA-256 of each file."""
+
+    def digest(info: ObjectInfo) -> str:
+        found = hashlib.sha256()
+        for _, view in pieces_of(partial(place.store.read_into, info), 0, info.size_bytes):
+            found.update(view)
+        return found.hexdigest()
+
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(objects, pool.map(digest, objects.values()), strict=True))
+
+
+# Conversions that leave a statement about their target, with a link to that of their source.
+
+
+def convert_sealed(
+    request: ConvertRequest,
+    signing: Signing,
+    convert: Callable[[], ConvertResult],
+    *,
+    on_progress: OnProgress = None,
+    should_stop: ShouldStop = None,
+) -> tuple[ConvertResult, tuple[str, ...]]:
+    """Convert, and write certificates beside the target: of the target, and of the source unless there is one.
+
+    Returns:
+        The result of the conversion, and the URLs of the certificates, that of the target first.
+
+    Raises:
+        SourceError: `source.changed` if the source is not the one that was sealed.
+        ReshardError: As `seal`, and as the conversion.
+    """
+    signer = _signer(signing)
+    see = partial(_see, on_progress=on_progress, should_stop=should_stop)
+    sealed = _seal(request.source, signer, partial(see, request.source, request.options))
+    statement, parents = sealed.statement, [(f"{request.target}.source{SUFFIX}", sealed.report.certificate)]
+    if signing.certificate is not None:
+        statement, parents = _given(sealed, signing), []
+    result = convert()
+    place = open_location(sealed.report.url, request.source.profile)
+    if _objects(place) != sealed.objects:
+        raise _changed(place)
+    origin = Origin(
+        statement=statement.digest,
+        contents=statement.contents,
+        fingerprint=statement.facts.state.digest,
+        plan_digest=result.plan_digest,
+        to=str(result.to),
+        dtype=None if request.dtype is None else request.dtype.value,
+        casts=result.casts,
+        not_carried=result.not_carried,
+    )
+    target = SourceSpec(url=result.target, profile=request.target_profile)
+    made = _seal(target, signer, partial(see, target, Options()), origin)
+    written = [(f"{result.target}{SUFFIX}", made.report.certificate), *parents]
+    for url, text in written:
+        write_text(open_location(url, request.target_profile), text.encode())
+    return result, tuple(url for url, _ in written)
+
+
+def _given(sealed: _Sealed, signing: Signing) -> Statement:
+    """The statement in the certificate that the user has of a source.
+
+    Raises:
+        IntegrityError: `integrity.sealed` if the source is another one now; as `open_bundle`.
+    """
+    assert signing.certificate is not None
+    keys = [_public(_text(url), url) for url in signing.trusted] or [_signer(signing).public_key]
+    known = open_bundle(_text(signing.certificate), keys, signing.certificate)
+    now = sealed.statement
+    if (known.contents, known.facts.state.digest) != (now.contents, now.facts.state.digest):
+        where = printable(signing.certificate)
+        raise IntegrityError(
+            "integrity.sealed",
+            f"{printable(sealed.report.url)} is not the checkpoint that {where} is about",
+            fix=f"see what differs: reshard verify SRC --cert {where} --key PUB",
+        )
+    return known
+
+
+# Verification.
+
+
+def verify_sealed(source: SourceSpec, certificates: Sequence[str], keys: Sequence[str]) -> SealCheck:
+    """Compare a checkpoint with its certificate: signature, files, state, and the chain of sources that it names.
+
+    Args:
+        source: The checkpoint.
+        certificates: URLs of certificates. The first one is about the checkpoint. Those of the sources are taken from
+            the others, and from certificates in the same directories.
+        keys: URLs of public keys, each of which may have signed any of the certificates.
+
+    Raises:
+        IntegrityError: As `open_bundle`; `integrity.chain` if a certificate of the chain is missing, or names another
+            source than the one before it is about.
+        SourceError: The checkpoint, a key or a certificate does not exist.
+    """
+    started = time.monotonic()
+    known = [_public(_text(url), url) for url in keys]
+    first, *others = [open_bundle(_text(url), known, url) for url in certificates]
+    chain = _chain(first, {s.digest: s for s in (*others, *_beside(certificates, known))})
+    problems, read = _differing(source, first)
+    return SealCheck(
+        target=source.url,
+        ok=not problems,
+        files=len(first.files),
+        read_bytes=read,
+        problems=tuple(problems),
+        chain=tuple(chain),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _beside(certificates: Sequence[str], keys: Sequence[Key]) -> Iterator[Statement]:
+    """The statements in other certificates of the same directories. Those that no key opens are left out."""
+    for parent in {os.path.dirname(os.path.abspath(url)) for url in certificates if "://" not in url}:
+        for info in open_location(parent).store.list_directory(parent).files:
+            if info.path.endswith(SUFFIX) and info.size_bytes <= _MOST_BYTES:
+                with suppress(IntegrityError):
+                    yield open_bundle(_text(info.path), keys, info.path)
+
+
+def _chain(first: Statement, known: Mapping[str, Statement]) -> list[SealedStep]:
+    """The statements from the newest to that of the first source.
+
+    Raises:
+        IntegrityError: `integrity.chain`.
+    """
+    steps: list[SealedStep] = []
+    statement: Statement | None = first
+    while statement is not None:
+        origin = statement.facts.origin
+        parent = None if origin is None else known.get(origin.statement)
+        if origin is not None and parent is None:
+            raise IntegrityError(
+                "integrity.chain",
+                f"the statement {origin.statement[:16]} about the source of {printable(statement.name)} is missing",
+                fix="give the source's certificate as well: --cert TARGET --cert SOURCE",
+            )
+        if origin is not None and parent is not None:
+            said = (origin.contents, origin.fingerprint)
+            if said != (parent.contents, parent.facts.state.digest):
+                raise IntegrityError(
+                    "integrity.chain",
+                    f"{printable(statement.name)} was made from {origin.contents[:16]}, "
+                    f"and the statement that it names is about {parent.contents[:16]}",
+                )
+        steps.append(_step(statement, parent))
+        statement = parent
+    return steps
+
+
+def _step(statement: Statement, parent: Statement | None) -> SealedStep:
+    facts, origin = statement.facts, statement.facts.origin
+    changed: list[str] = []
+    if parent is not None:
+        one, other = ({**s.facts.state.components, "model": _model(s)} for s in (statement, parent))
+        changed = [name for name in WHOLE if one.get(name) != other.get(name)]
+    return SealedStep(
+        name=statement.name,
+        format=facts.format,
+        step=facts.step,
+        tool=facts.tool,
+        key=statement.key,
+        statement=statement.digest,
+        contents=statement.contents,
+        fingerprint=facts.state.digest,
+        plan_digest=None if origin is None else origin.plan_digest,
+        dtype=None if origin is None else origin.dtype,
+        changed=tuple(changed),
+        casts=() if origin is None else origin.casts,
+        not_carried=() if origin is None else origin.not_carried,
+    )
+
+
+def _model(statement: Statement) -> str | None:
+    components = statement.facts.state.components
+    return components.get("masters") or components.get("weights")
+
+
+def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyProblem], int]:
+    """The files and tensors that are not those of a statement, and the number of bytes that were read."""
+    facts, place = statement.facts, open_location(source.url, source.profile)
+    found: list[VerifyProblem] = []
+    read = 0
+    try:
+        chosen = SourceSpec.model_validate({**source.model_dump(mode="json", exclude_none=True), **facts.choices})
+        checkpoint = read_checkpoint(place, source.tag, OpaqueLedger(OpaquePolicy.KEEP), facts.rules, chosen)
+        place = open_location(checkpoint.url, source.profile)
+        report = fingerprint_of(checkpoint, FingerprintOptions(weights_only=facts.state.weights_only, lines=True))
+        read += report.read_bytes
+        found += _tensors(facts.state, report)
+    except ReshardError as error:
+        # Damaged files may not be readable at all. Then the list of files says which.
+        place = _directory(place, source.tag)
+        found.append(_problem("", f"the state cannot be read: {error.code}: {error.message}"))
+    objects = _objects(place)
+    files = _hashed(place, objects, _THREADS)
+    wrong: list[VerifyProblem] = []
+    for path in sorted({*files, *statement.files}):
+        if files.get(path) != statement.files.get(path):
+            strange = "was not sealed" if path not in statement.files else "has other bytes than those that were sealed"
+            wrong.append(_problem(path, "is missing" if path not in files else strange))
+    return [*wrong, *found], read + sum(info.size_bytes for info in objects.values())
+
+
+def _directory(location: Location, tag: str | None) -> Location:
+    """The directory that a location leads to, as far as it can be found without reading a checkpoint."""
+    with suppress(ReshardError):
+        if location.store.stat(location.path) is None:
+            return find_checkpoint(location, tag).location
+    return location
+
+
+def _tensors(state: SealedState, report: FingerprintReport) -> Iterable[VerifyProblem]:
+    """The tensors and values whose lines differ, by component; a component without lines as a whole."""
+    for name, digest in state.components.items():
+        if report.components.get(name) == digest:
+            continue
+        ours, theirs = set(report.lines.get(name, ())), set(state.lines.get(name, ()))
+        names = sorted({str(json.loads(line)[0]) for line in ours ^ theirs}) if name in state.lines else []
+        for tensor in names:
+            yield _problem("", f"{name} differ from what was sealed", printable(tensor))
+        if not names:
+            yield _problem("", f"{name} differs from what was sealed")
+
+
+def _problem(path: str, problem: str, tensor: str | None = None) -> VerifyProblem:
+    return VerifyProblem(path=printable(path), offset=None, length_bytes=None, tensor=tensor, problem=problem)
