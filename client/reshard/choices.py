@@ -49,6 +49,13 @@ class WeightDtype(StrEnum):
     FP16 = "fp16"
 
 
+class Quantization(StrEnum):
+    """Number format of the linear layers of consolidated weights."""
+
+    FP8_BLOCK = "fp8-block"
+    """e4m3, with one fp32 scale for each block of 128 by 128 numbers, as DeepSeek-V3 is published."""
+
+
 DTYPE_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("float32", "torch.float32", "float", "f32"), "fp32"),
     **dict.fromkeys(("float16", "torch.float16", "half", "f16"), "fp16"),

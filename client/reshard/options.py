@@ -23,6 +23,7 @@ from reshard.choices import (
     OptimizerSharding,
     OverflowPolicy,
     ParamOrder,
+    Quantization,
     RankFramework,
     ReplicaPolicy,
     RngPolicy,
@@ -604,6 +605,27 @@ class WeightsOptions(FormatOptions):
         ),
     ] = Field(default=None, ge=1, le=MOST_BYTES)
     """Largest size of one weights file; the default is 5 GB."""
+    quantize: Annotated[
+        Quantization | None,
+        Option(
+            "Quantize linear layers: fp8-block is e4m3 with a scale for each 128x128 block; needs config.json.",
+            Section.TARGET,
+            14,
+            label="Quantization",
+        ),
+    ] = Field(default=None, exclude_if=is_none)
+    """Safetensors: the number format of linear layers. All else has the type of `dtype`."""
+    quantize_layers: Annotated[
+        str | None,
+        Option(
+            "Weights to quantize, where config.json names an architecture that is not known: NAME,NAME with `*`.",
+            Section.TARGET,
+            15,
+            metavar="NAMES",
+            label="Weights to quantize",
+        ),
+    ] = Field(default=None, min_length=1, max_length=1 << 16, exclude_if=is_none)
+    """Names of the weights that `quantize` takes, separated by commas; `*` stands for any text."""
     card: Annotated[
         bool,
         Option(

@@ -63,6 +63,7 @@ from reshard.cli.output import (
     picture_lines,
     plan_lines,
     possible_commands,
+    quantized_line,
     report_lines,
 )
 from reshard.draw.layout import Picture, render
@@ -409,8 +410,11 @@ def _signing_of(key: str, public_key: str | None, cert: str | None = None, trust
 def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool) -> None:
     for warning in result.warnings:
         warn(warning)
-    if result.casts and not quiet:
-        hint(cast_line(result.casts))
+    lossy = [c for c in result.casts if c.overflowed or c.underflowed or c.nan or c.infinite]
+    if lossy and not quiet:
+        hint(cast_line(lossy))
+    if (line := quantized_line(result.casts)) and not quiet:
+        hint(line)
     for line in () if quiet else not_carried_lines(result.not_carried):
         hint(line)
     if as_json:

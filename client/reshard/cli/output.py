@@ -83,6 +83,16 @@ def _target_lines(targets: Sequence[PossibleTarget], *, every: bool) -> Iterator
         yield f"  {counted(count, 'target')} not possible: --all says why"
 
 
+def quantized_line(casts: Sequence[CastLoss]) -> str:
+    """The errors of quantized matrices in one line; `--json` lists them by parameter. Empty if none was quantized."""
+    errors = {c.fqn: c.relative_rms_error for c in casts if c.relative_rms_error is not None}
+    if not errors:
+        return ""
+    worst = max(errors, key=lambda fqn: errors[fqn])
+    matrices = counted(len(errors), "matrix", "matrices")
+    return f"quantized: {matrices}, relative error (RMS) up to {errors[worst]:.3g}, in {worst}"
+
+
 def cast_line(casts: Sequence[CastLoss]) -> str:
     """The losses of casts in one line; `--json` lists them by parameter."""
     facts = (

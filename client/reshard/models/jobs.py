@@ -314,6 +314,10 @@ class CastLoss(WireModel):
     nan: int = 0
     infinite: int = 0
     """Elements that were infinite in the source."""
+    largest_error: float | None = Field(default=None, exclude_if=is_none)
+    """Of a quantized matrix: the largest distance of a number as readers compute it from that of the source."""
+    relative_rms_error: float | None = Field(default=None, exclude_if=is_none)
+    """Of a quantized matrix: the root of the sum of squared distances, relative to that of the squared numbers."""
 
 
 class ConvertResult(ShownModel):
@@ -338,7 +342,7 @@ class ConvertResult(ShownModel):
     not_carried: tuple[NotCarried, ...] = ()
     """Every key of the source that the target neither holds nor replaces by a value of its own."""
     casts: tuple[CastLoss, ...] = ()
-    """Parameters whose casts lost values, and those with NaNs or infinities; the others are left out."""
+    """Parameters whose casts lost values, those with NaNs or infinities, and quantized ones. Others are left out."""
     share: WorkShare | None = None
     """The part of this worker, if several could run the conversion together."""
     left_out: dict[str, int] = Field(default_factory=dict, exclude_if=_is_empty)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         OptimizerSharding,
         OverflowPolicy,
         ParamOrder,
+        Quantization,
         RankFramework,
         ReplicaPolicy,
         RngPolicy,
@@ -133,6 +134,10 @@ class OptionKeywords(TypedDict, total=False):
     """Write README.md, a model card: source, digest, command, casts, what was left out."""
     base_model: str | None
     """Model of the hub that the run began from, for the card: ORG/NAME."""
+    quantize: Quantization | str | None
+    """Quantize linear layers: fp8-block is e4m3 with a scale for each 128x128 block; needs config.json."""
+    quantize_layers: str | None
+    """Weights to quantize, where config.json names an architecture that is not known: NAME,NAME with `*`."""
     dp: int | None
     """Data-parallel ranks."""
     tp: int

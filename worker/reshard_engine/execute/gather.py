@@ -10,13 +10,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, assert_never
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import IntegrityError, printable
+from reshard.errors import IntegrityError, SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.execute.casts.cast import CastKernel
+from reshard_engine.execute.casts.cast import CastKernel, Losses
 from reshard_engine.execute.casts.placing import PlacedRows, Placer, ReadCounts
 from reshard_engine.execute.casts.rows import ByteArray, Column, Kind, Rows
 from reshard_engine.plan.budget import READ_BATCH_BYTES
@@ -24,7 +25,18 @@ from reshard_engine.plan.model import WriteItem
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS, Body
 from reshard_engine.tensors.shard_map import Piece, Pieces, ShardMap, Strides
-from reshard_engine.tensors.views import LoraBias, LoraMerge, Mean, Merged, NewRows, Spliced, Transposed, View
+from reshard_engine.tensors.views import (
+    BLOCK_ROWS,
+    Blockwise,
+    LoraBias,
+    LoraMerge,
+    Mean,
+    Merged,
+    NewRows,
+    Spliced,
+    Transposed,
+    View,
+)
 
 # The request to a reader of tensors.
 
@@ -409,6 +421,61 @@ def _rounded(values: npt.NDArray[np.floating], dtype: Dtype, kernel: CastKernel)
     return data if values.dtype == np.float64 or dtype is FLOAT32 else kernel.cast(data, FLOAT32, dtype)
 
 
+# Blockwise FP8: a matrix in e4m3, and the fp32 scales of its blocks, a row of blocks at a time.
+
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_MOST_FLOAT8 = np.float32(448)
+"""The largest number of e4m3."""
+_BLOCKS_AT_ONCE = 16
+"""Blocks whose numbers are scaled at once: 1 MiB of fp32."""
+
+
+def quantized_rows(values: Matrix) -> tuple[npt.NDArray[Any], Matrix]:
+    """128 rows of a matrix in e4m3, and for each of their blocks the number by which a reader multiplies it.
+
+    A number is multiplied by 448 times the reciprocal of the largest magnitude of its block, all in fp32, and rounded
+    to the nearest, ties to even. The reader's number is the reciprocal of that factor. A block whose factor no fp32
+    number holds (it has zeros or numbers below 1.4e-36 alone) gets the factor 1.
+
+    Source: transformers 5.23.0 `integrations/finegrained_fp8.py` (`Fp8Quantize._quantize_one`), of which this has the
+    bits; verified by running.
+
+    Raises:
+        SourceError: `tensor.overflow` for a NaN or an infinity, with which a block has no scale.
+    """
+    blocks = values.reshape(BLOCK_ROWS, -1, BLOCK_ROWS)
+    largest = np.maximum(blocks.max(axis=(0, 2)), -blocks.min(axis=(0, 2)))
+    if not bool(np.isfinite(largest).all()):
+        raise SourceError(
+            "tensor.overflow",
+            "a weight has a NaN or an infinity, and its block has no scale in FP8",
+            fix="leave --quantize out, or choose an earlier checkpoint",
+        )
+    with np.errstate(divide="ignore", over="ignore"):
+        factors = np.float32(1) / largest * _MOST_FLOAT8  # torch divides a number by a tensor so
+    factors = np.where(np.isfinite(factors), factors, np.float32(1))
+    found = np.empty(blocks.shape, dtype=_FLOAT8)
+    for low in range(0, len(factors), _BLOCKS_AT_ONCE):
+        some = slice(low, low + _BLOCKS_AT_ONCE)
+        found[:, some] = np.clip(blocks[:, some] * factors[some, None], -_MOST_FLOAT8, _MOST_FLOAT8).astype(_FLOAT8)
+    return found.reshape(-1), (np.float32(1) / factors).astype(np.float32)
+
+
+def quantization_errors(values: Matrix, made: tuple[npt.NDArray[Any], Matrix], begin: int, end: int) -> Losses:
+    """The distances of the numbers that readers compute, in fp32, from the elements `[begin, end)` of 128 rows."""
+    quantized, numbers = made
+    columns, lost = len(numbers) * BLOCK_ROWS, Losses()
+    number_of = np.repeat(numbers, BLOCK_ROWS)
+    for row in range(begin // columns, -(-end // columns)):
+        low, high = max(row * columns, begin), min((row + 1) * columns, end)
+        own = slice(low - row * columns, high - row * columns)
+        before = values[low:high].astype(np.float64)
+        distance = quantized[low:high].astype(np.float32) * number_of[own] - before
+        squares = float(np.square(distance).sum()), float(np.square(before).sum())
+        lost += Losses(0, 0, 0, 0, float(np.abs(distance).max()), *squares)
+    return lost
+
+
 # Elements that no file holds as they are (means, transposes, and weights with a merged adapter), computed in blocks.
 
 _MATRICES = 3
@@ -434,21 +501,24 @@ class Elements(Protocol):
 class ComputedElements:
     """Computes elements from those of other tensors."""
 
-    def __init__(self, shard_map: ShardMap, kernel: CastKernel, elements: Elements) -> None:
-        """Begin without any factor in memory."""
+    def __init__(self, shard_map: ShardMap, kernel: CastKernel, elements: Elements, losses: dict[int, Losses]) -> None:
+        """Begin without any factor in memory. Errors of quantized tensors are added to the losses."""
+        self._losses = losses
         self._map = shard_map
         self._kernel = kernel
         self._elements = elements
         self._matrices: dict[int, Matrix] = {}
         self._turned: tuple[tuple[int, int], npt.NDArray[Any]] | None = None
 
-    def blocks(self, item: ReadItem, origin: Mean | Transposed | Merged) -> Iterator[Block]:
+    def blocks(self, item: ReadItem, origin: Mean | Transposed | Blockwise | Merged) -> Iterator[Block]:
         """The elements of an item, a block at a time."""
         match origin:
             case Mean():
                 return self._mean(item, origin)
             case Transposed():
                 return self._transposed(item, origin)
+            case Blockwise():
+                return self._quantized(item, origin)
             case LoraMerge():
                 return self._merged(item, origin)
             case LoraBias() | NewRows():
@@ -495,6 +565,22 @@ class ComputedElements:
                 high = min(low + _TURNED_ROWS, stop)
                 found[:, low:high] = held[low - begin : high - begin, first:last].T
         return found
+
+    def _quantized(self, item: ReadItem, rule: Blockwise) -> Iterator[Block]:
+        """The elements of a quantized matrix, or its scales, by rows of blocks."""
+        held = BLOCK_ROWS * self._map.tensors[rule.base].shape[1]
+        made = held // BLOCK_ROWS**2 if rule.scales else held
+        counted = item.counted and not rule.scales
+        for number in range(item.begin // made, -(-item.end // made)):
+            data = self._elements(rule.base, FLOAT32, number * held, (number + 1) * held, counted=counted)
+            values = data.view(np.float32)
+            found = quantized_rows(values)
+            low, high = max(number * made, item.begin), min((number + 1) * made, item.end)
+            own = low - number * made, high - number * made
+            if counted:
+                lost = self._losses.get(item.tensor, Losses()) + quantization_errors(values, found, *own)
+                self._losses[item.tensor] = lost
+            yield low, found[rule.scales][slice(*own)].view(np.uint8)
 
     def _merged(self, item: ReadItem, merge: LoraMerge) -> Iterator[Block]:
         """The elements of a merged weight, by blocks of rows."""
@@ -569,7 +655,7 @@ class TensorReader:
         self._map = checkpoint.shard_map
         self._placer = Placer(kernel, self.counts.losses, saturate=saturate)
         self._extents = ExtentReader(checkpoint.files, self._placer, self.counts, pool)
-        self._computed = ComputedElements(checkpoint.shard_map, kernel, self.elements)
+        self._computed = ComputedElements(checkpoint.shard_map, kernel, self.elements, self.counts.losses)
         self._piece: Piece | None = None
         self._numbers: dict[Kind, int] = {}
 
@@ -620,7 +706,7 @@ class TensorReader:
                 return self._extents_of(item, memory)
             case Spliced():
                 return self._extents_of_spliced(item, origin, memory)
-            case Mean() | Transposed() | LoraMerge() | LoraBias() | NewRows():
+            case Mean() | Transposed() | Blockwise() | LoraMerge() | LoraBias() | NewRows():
                 self._compute(item, origin, memory)
             case _:
                 assert_never(origin)
@@ -640,7 +726,7 @@ class TensorReader:
             found += self._extents_of_derived(one, memory) if derived else self._extents_of(one, memory)
         return found
 
-    def _compute(self, item: ReadItem, origin: Mean | Transposed | Merged, memory: ByteArray) -> None:
+    def _compute(self, item: ReadItem, origin: Mean | Transposed | Blockwise | Merged, memory: ByteArray) -> None:
         kind, size = self._kind(item), item.dtype.itemsize_bytes
         for low, data in self._computed.blocks(item, origin):
             at = item.at + (low - item.begin) * size

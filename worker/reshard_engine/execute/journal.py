@@ -95,7 +95,7 @@ class UnitRecord:
             chunks = tuple(ChunkRecord(Chunk(f, o, n), crc, etag) for f, o, n, crc, etag in facts["chunks"])
             spans = tuple((f, r, o, n, c) for f, r, o, n, c in facts["spans"])
             blocks = tuple(BlockRun(t, d, n, b64decode(x, validate=True)) for t, d, n, x in facts["blocks"])
-            losses = {fqn: Losses(*map(int, columns)) for fqn, columns in facts["losses"].items()}
+            losses = {fqn: Losses.of_columns(columns) for fqn, columns in facts["losses"].items()}
             return UnitRecord(int(facts["unit"]), chunks, spans, blocks, int(facts["read_bytes"]), losses)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None

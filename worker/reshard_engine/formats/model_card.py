@@ -73,6 +73,7 @@ def with_card(
     options = request.options.of(WeightsOptions)
     if not options.card:
         return layout
+    checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
     card = _Card(checkpoint, request, weights, (*checkpoint.not_carried, *layout.not_carried), _facts_beside(layout))
     file = TargetFile(CARD_NAME, literal_template(card.text().encode()), ())
     said = card.said_origin

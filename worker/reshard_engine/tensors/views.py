@@ -269,9 +269,24 @@ class Transposed:
     """`[columns, rows]`, of the same element type."""
 
 
+@dataclass(frozen=True, slots=True)
+class Blockwise:
+    """A matrix in e4m3 with a scale for each block of 128 by 128 elements, or the matrix of its scales.
+
+    See `gather.quantized_rows`.
+    """
+
+    base: int
+    """Both of its lengths are multiples of 128."""
+    scales: bool
+    """True for the matrix of scales, in fp32."""
+
+
+BLOCK_ROWS = 128
+"""Rows, and columns, of a block with one scale."""
 Merged = LoraMerge | LoraBias | NewRows
 """Weights and biases with a merged adapter."""
-Derived = View | Mean | Transposed | Merged | Spliced
+Derived = View | Mean | Transposed | Merged | Spliced | Blockwise
 """Tensors without bytes of their own in files. A view refers to stored and computed tensors, never to views."""
 Origin = Stored | Derived
 STORED = Stored()

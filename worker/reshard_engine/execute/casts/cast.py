@@ -6,6 +6,7 @@ The numpy kernel is the reference. On a machine with a CUDA device, `DeviceCast`
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -183,6 +184,12 @@ class Losses:
     nan: int = 0
     infinite: int = 0
     """Elements that were infinite before the cast."""
+    largest_error: float = 0.0
+    """Of quantized elements, the largest distance of a number as readers compute it from the one before."""
+    error_squares: float = 0.0
+    """The sum of the squares of these distances."""
+    squares: float = 0.0
+    """The sum of the squares of the elements before."""
 
     def __add__(self, other: Losses) -> Losses:
         """The sum of both, field by field."""
@@ -191,15 +198,25 @@ class Losses:
             self.underflowed + other.underflowed,
             self.nan + other.nan,
             self.infinite + other.infinite,
+            max(self.largest_error, other.largest_error),
+            self.error_squares + other.error_squares,
+            self.squares + other.squares,
         )
 
     def __bool__(self) -> bool:
         """True if any count is not zero."""
         return self != _NOTHING
 
-    def columns(self) -> list[int]:
-        """The counts in the order of the fields."""
-        return [self.overflowed, self.underflowed, self.nan, self.infinite]
+    def columns(self) -> list[float]:
+        """The values in the order of the fields, without those of quantized elements where there are none."""
+        counts = [self.overflowed, self.underflowed, self.nan, self.infinite]
+        errors = [self.largest_error, self.error_squares, self.squares]
+        return [*counts, *errors] if any(errors) else [*counts]
+
+    @classmethod
+    def of_columns(cls, columns: Sequence[float]) -> Losses:
+        """The losses with these columns."""
+        return cls(*map(int, columns[:4]), *map(float, columns[4:]))
 
 
 _NOTHING = Losses()

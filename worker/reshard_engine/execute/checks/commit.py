@@ -12,8 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from math import prod
+from math import prod, sqrt
 
 from reshard.choices import VerifyLevel
 from reshard.errors import IntegrityError, SourceError, printable
@@ -346,10 +345,24 @@ def build_manifest(
 def casts_of(records: Mapping[int, UnitRecord]) -> tuple[CastLoss, ...]:
     """The losses of the casts of these units, by parameter."""
     lost: dict[str, Losses] = {}
-    for record in records.values():
+    for _, record in sorted(records.items()):
         for fqn, found in record.losses.items():
             lost[fqn] = lost.get(fqn, Losses()) + found
-    return tuple(CastLoss(fqn=printable(fqn), **asdict(found)) for fqn, found in sorted(lost.items()))
+    return tuple(_cast_loss(fqn, found) for fqn, found in sorted(lost.items()))
+
+
+def _cast_loss(fqn: str, lost: Losses) -> CastLoss:
+    counts = CastLoss(
+        fqn=printable(fqn),
+        overflowed=lost.overflowed,
+        underflowed=lost.underflowed,
+        nan=lost.nan,
+        infinite=lost.infinite,
+    )
+    if not lost.squares:
+        return counts
+    error = sqrt(lost.error_squares / lost.squares)
+    return counts.model_copy(update={"largest_error": lost.largest_error, "relative_rms_error": error})
 
 
 def _gaps(file: ManifestFile) -> list[tuple[str, int, int]]:

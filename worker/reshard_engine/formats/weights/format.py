@@ -49,6 +49,7 @@ class Weights(Format):
                 fix="--to safetensors",
             )
         check_card(request)
+        _check_quantization(request)
         if request.to in self.targets:
             _refuse_file_name(request)
 
@@ -79,6 +80,14 @@ class Weights(Format):
                 yield tried.possible(to, detail, f"--to {to}")
             else:
                 yield tried.impossible(to, refusal)
+
+
+def _check_quantization(request: ConvertRequest) -> None:
+    options = request.options.weights
+    if options.quantize is not None and request.to != TargetFormat.SAFETENSORS:
+        raise RequestError("request.invalid", "--quantize is for safetensors", fix="--to safetensors")
+    if options.quantize_layers is not None and options.quantize is None:
+        raise RequestError("request.invalid", "--quantize-layers is for --quantize", fix="add --quantize fp8-block")
 
 
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")

@@ -7,9 +7,13 @@ order, a file per `max_shard_size`), transformers 5.23.0 (names of files and ind
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
 
-from reshard.errors import RequestError, SourceError
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors import safetensors_template
@@ -18,7 +22,10 @@ from reshard_engine.formats.model_card import with_card
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PRuns, ordered_dict
+from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.layout import FileTemplate, TargetFile, TargetLayout, literal_template
+from reshard_engine.tensors.shard_map import LogicalTensor
+from reshard_engine.tensors.views import BLOCK_ROWS, Blockwise
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -50,7 +57,8 @@ def lay_out_weights(
     Raises:
         RequestError: `request.unsatisfiable` for a checkpoint without weights.
     """
-    weights = weights_of(checkpoint, request)
+    made = _quantized(checkpoint, request, weights_of(checkpoint, request))
+    weights = made.weights
     if not weights:
         raise RequestError(
             "request.unsatisfiable",
@@ -61,7 +69,7 @@ def lay_out_weights(
     aliases = {a: o for a, o in sorted(checkpoint.shared.items()) if o in written and a not in written}
     shards = _shards(weights, request.options.weights.max_shard_bytes or DEFAULT_SHARD_BYTES)
     count = len(shards)
-    files = [TargetFile(name, literal_template(data), ()) for name, data in checkpoint.model_files.items()]
+    files = [TargetFile(name, literal_template(data), ()) for name, data in made.model_files.items()]
     weight_map: dict[str, str] = {}
     extras = dict(extra_states or {})
     for number, shard in enumerate(shards, start=1):
@@ -78,9 +86,9 @@ def lay_out_weights(
         }
         text = json.dumps(index, indent=2).encode() + b"\n"
         files.append(TargetFile(f"{stem}.{suffix}.index.json", literal_template(text), (), commit=True))
-    warnings = [carried.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
+    warnings = [*([carried.padding_left_out(checkpoint)] if checkpoint.padding_rows else []), *made.warnings]
     not_carried = _not_carried(checkpoint, request, extra_states)
-    layout = TargetLayout(tuple(files), None, tuple(warnings), not_carried=not_carried)
+    layout = TargetLayout(tuple(files), None, tuple(warnings), made.parts, not_carried=not_carried)
     return with_card(layout, checkpoint, request, weights=weights)
 
 
@@ -104,6 +112,148 @@ def _shards(weights: Sequence[Weight], limit_bytes: int) -> list[list[Weight]]:
         shards[-1].append(weight)
         size += weight.size_bytes
     return shards
+
+
+# Linear layers in blockwise FP8, as DeepSeek-V3 is published: e4m3 weights, and `weight_scale_inv` in fp32, one scale
+# for each block of 128 by 128.
+#
+# Which weights are of linear layers follows from `model_type`, or from the user. transformers makes an FP8 layer of
+# every `nn.Linear` that `modules_to_not_convert` does not name; so all other matrices are named there.
+#
+# Source: transformers 5.23.0 `integrations/finegrained_fp8.py` (`FP8Linear`, `replace_with_fp8_linear`),
+# `quantizers/base.py` (`get_modules_to_not_convert`: with a list of its own a model has no default one),
+# `utils/quantization_config.py` (`FineGrainedFP8Config`); verified by running. vLLM reads the same keys; not run.
+
+_FLOAT8 = BY_NAME["float8_e4m3fn"]
+_LAYER = r"(.+\.)?layers\.\d+\."
+_LLAMA = _LAYER + r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight"
+_LINEAR: Mapping[str, str] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    "opt": _LAYER + r"(self_attn\.([qkv]|out)_proj|fc[12])\.weight",
+}
+"""The weights of linear layers, by `model_type`. A test compares them with the layers of transformers' models."""
+_JOINED = re.compile(r"(?P<layer>.+\.)(?:(?P<attention>[qkv])|(?P<gated>gate|up))_proj\.weight")
+"""Layers that vLLM makes one of (`packed_modules_mapping`): it refuses those of which only some are quantized."""
+_HEAD = "lm_head"
+"""A tied head has no weight of its own, and is a linear layer nevertheless."""
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """The tensors and model files of a target, quantized if the request asks for it."""
+
+    weights: list[Weight]
+    model_files: Mapping[str, bytes]
+    parts: tuple[tuple[LogicalTensor, Blockwise], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def _quantized(checkpoint: Checkpoint, request: ConvertRequest, weights: list[Weight]) -> _Quantized:
+    """The weights with linear layers in FP8 and their scales, and `config.json` that says so.
+
+    Raises:
+        RequestError: `request.unsatisfiable` if nothing says which layers are linear, or none of them can be quantized.
+    """
+    if request.options.weights.quantize is None:
+        return _Quantized(weights, checkpoint.model_files)
+    config = _config_to_quantize(checkpoint)
+    matrices = [w for w in weights if len(w.shape) == 2 and w.fqn.endswith(".weight") and w.dtype.floating]
+    linear = _linear_layers(matrices, request.options.weights.quantize_layers, config)
+    odd = {_joined(w.fqn) for w in linear if any(n % BLOCK_ROWS for n in w.shape) or w.dtype.itemsize_bytes == 1}
+    chosen = {w.fqn for w in linear if _joined(w.fqn) not in odd}
+    kept = [w.fqn for w in linear if w.fqn not in chosen]
+    if not chosen:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"none of {counted(len(linear), 'linear layer')} has lengths that are multiples of {BLOCK_ROWS}",
+            fix="leave --quantize out",
+        )
+    parts: list[tuple[LogicalTensor, Blockwise]] = []
+    found: list[Weight] = []
+    for weight in weights:
+        for one in _in_blocks(weight) if weight.fqn in chosen else ():
+            found.append(
+                Weight(
+                    one[0].fqn, len(checkpoint.shard_map.tensors) + len(parts), one[0].dtype, one[0].shape, one[0].numel
+                )
+            )
+            parts.append(one)
+        if weight.fqn not in chosen:
+            found.append(weight)
+    aliases = [a for a, owner in checkpoint.shared.items() if any(owner == m.fqn for m in matrices)]
+    others = {name.removesuffix(".weight") for name in (*aliases, *(m.fqn for m in matrices if m.fqn not in chosen))}
+    said = config | {"quantization_config": _quantization_config(sorted({*others, _HEAD}))}
+    data = json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"
+    note = (
+        f"{counted(len(kept), 'linear layer')} not quantized: lengths are no multiples of {BLOCK_ROWS}: {listed(kept)}"
+    )
+    files = {**checkpoint.model_files, "config.json": data}
+    return _Quantized(found, files, tuple(parts), (note,) if kept else ())
+
+
+def _quantization_config(others: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK_ROWS, BLOCK_ROWS],
+        "modules_to_not_convert": list(others),
+    }
+
+
+def _config_to_quantize(checkpoint: Checkpoint) -> dict[str, Any]:
+    data = checkpoint.model_files.get("config.json")
+    config: Any = None if data is None else json.loads(data)
+    if not isinstance(config, dict):
+        raise RequestError(
+            "request.unsatisfiable",
+            "a quantized model needs its config.json, which says how it is quantized",
+            fix="--model-files DIR names the directory with the config.json of the model",
+        )
+    if "quantization_config" in config:
+        raise RequestError(
+            "request.unsatisfiable", "config.json says that the model is quantized already", fix="leave --quantize out"
+        )
+    return cast("dict[str, Any]", config)
+
+
+def _linear_layers(matrices: Sequence[Weight], said: str | None, config: Mapping[str, Any]) -> list[Weight]:
+    """The weights of linear layers but the head: those that the user names, or those of a known architecture."""
+    if said is not None:
+        patterns = [p.strip() for p in said.split(",") if p.strip()]
+        if unused := [p for p in patterns if not any(fnmatchcase(m.fqn, p) for m in matrices)]:
+            raise RequestError(
+                "request.invalid",
+                f"--quantize-layers names {listed(list(map(printable, unused)))}, and no matrix is called so",
+                fix="name weights as `reshard inspect SRC --tensors` lists them",
+            )
+        return [m for m in matrices if any(fnmatchcase(m.fqn, p) for p in patterns)]
+    kind = config.get("model_type")
+    pattern = _LINEAR.get(kind) if isinstance(kind, str) else None
+    found = [m for m in matrices if pattern is not None and re.fullmatch(pattern, m.fqn)]
+    if not found:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"nothing tells which weights of a model of type {printable(kind)} are of linear layers",
+            fix="--quantize-layers '*.q_proj.weight,*.down_proj.weight' with the names of the weights to quantize",
+        )
+    return found
+
+
+def _joined(fqn: str) -> tuple[str, str]:
+    """The layer that a weight becomes a part of when vLLM loads it."""
+    found = _JOINED.fullmatch(fqn)
+    return (fqn, "") if found is None else (found["layer"], "gated" if found["gated"] else "attention")
+
+
+def _in_blocks(weight: Weight) -> tuple[tuple[LogicalTensor, Blockwise], ...]:
+    scales = f"{weight.fqn}_scale_inv"
+    rows, columns = weight.shape
+    grid = rows // BLOCK_ROWS, columns // BLOCK_ROWS
+    return (
+        (LogicalTensor(weight.fqn, "value", _FLOAT8, weight.shape), Blockwise(weight.tensor, scales=False)),
+        (LogicalTensor(scales, "value", FLOAT32, grid), Blockwise(weight.tensor, scales=True)),
+    )
 
 
 # Consolidated weights as safetensors: `model.safetensors`, or shards with an index.
