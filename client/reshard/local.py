@@ -458,6 +458,7 @@ class Engine(Protocol):
         *,
         keep_last: int,
         keep_every: int | None = None,
+        keep_sealed: bool = False,
         weights_only: bool = False,
         profile: str | None = None,
         only: Collection[str] | None = None,

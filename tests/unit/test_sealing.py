@@ -146,12 +146,14 @@ def test_a_tampered_statement_is_refused(what: str, place: Path) -> None:
     assert refusal(lambda: check(place)) == "integrity.signature"
 
 
-@pytest.mark.parametrize("part", ["resources", "lines", "components"])
+@pytest.mark.parametrize("part", ["resources", "lines", "components", "kind"])
 def test_a_statement_that_contradicts_itself_is_refused_even_if_it_is_signed(part: str, place: Path) -> None:
     def change(body: dict[str, Any]) -> None:
         state = body["predicate"]["reshard"]["state"]
         if part == "resources":
             body["predicate"]["resources"][0]["digest"] = "0" * 64
+        elif part == "kind":
+            body["predicateType"] = "https://example.com/another"
         elif part == "lines":
             state["lines"]["moments"] = state["lines"]["moments"][1:]
         else:

@@ -67,6 +67,7 @@ def listing_of(rows: Sequence[tuple[str, int, str]]) -> RunListing:
             code="checkpoint.incomplete" if matter == "incomplete" else "",
             named_by=("latest",) if matter == "named" else (),
             in_use=matter == "in use",
+            sealed=matter == "sealed",
         )
         for at, (form, number, matter) in enumerate(rows)
     ]
@@ -76,14 +77,19 @@ def listing_of(rows: Sequence[tuple[str, int, str]]) -> RunListing:
 ROWS = st.tuples(
     st.sampled_from(NAMES),
     st.sampled_from([0, 1, 7, 10, 20, 30, 100, 500, 1_000, 1_500]),
-    st.sampled_from(["", "", "", "named", "in use", "incomplete", "no step"]),
+    st.sampled_from(["", "", "", "named", "in use", "incomplete", "no step", "sealed"]),
 )
 
 
 @settings(max_examples=1_000, deadline=None)
 @given(
     listing=st.lists(ROWS, max_size=12).map(listing_of),
-    policy=st.builds(PrunePolicy, keep_last=st.integers(1, 15), keep_every=st.none() | st.integers(1, 1_000)),
+    policy=st.builds(
+        PrunePolicy,
+        keep_last=st.integers(1, 15),
+        keep_every=st.none() | st.integers(1, 1_000),
+        keep_sealed=st.booleans(),
+    ),
 )
 def test_no_policy_removes_what_is_protected(listing: RunListing, policy: PrunePolicy) -> None:
     decided = {found.name: found for found in decide(listing, policy)}
@@ -97,12 +103,14 @@ def test_no_policy_removes_what_is_protected(listing: RunListing, policy: PruneP
             assert step.step is not None
             assert any(c.isdigit() for c in step.name.rpartition("/")[2])
             assert step.step not in known[-policy.keep_last :]
+            assert not (policy.keep_sealed and step.sealed)
             assert policy.keep_every is None or step.step % policy.keep_every
     for step in listing.steps:
         free = step.complete and not step.named_by and not step.in_use and number_of(step.name) is not None
         asked_for = step.step in known[-policy.keep_last :] or (
             step.step is not None and policy.keep_every is not None and step.step % policy.keep_every == 0
         )
+        asked_for = asked_for or (policy.keep_sealed and step.sealed)
         if free and step.step is not None and not asked_for:
             assert not decided[step.name].kept_for, "what nothing protects goes"
 
@@ -208,6 +216,16 @@ def test_prune_shows_and_removes_only_when_it_may(tmp_path: Path) -> None:
     report = json.loads(pruned(run, "--keep-last", "1", "--json"))
     assert [d["name"] for d in report["decisions"] if not d["kept_for"]] == ["checkpoint-200", "checkpoint-300"]
     assert not report["removed"]
+
+
+def test_sealed_checkpoints_stay_on_request(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 100, 200, 300)
+    (run / "checkpoint-100.sealed.json").write_text("{}")
+    code, out, _ = command("ls", str(run))
+    assert (code, [line.endswith("sealed") for line in out.splitlines()]) == (0, [False, True, False, False])
+    assert "goes: checkpoint-100" in pruned(run, "--keep-last", "1")
+    assert "stays: checkpoint-100 (sealed)" in pruned(run, "--keep-last", "1", "--keep-sealed", "--yes")
+    assert there(run) == [100, 100, 300], "the checkpoint and its certificate"
 
 
 def test_what_is_named_after_it_was_shown_stays(tmp_path: Path) -> None:

@@ -357,6 +357,7 @@ class LocalEngine:
         *,
         keep_last: int,
         keep_every: int | None = None,
+        keep_sealed: bool = False,
         weights_only: bool = False,
         profile: str | None = None,
         only: Collection[str] | None = None,
@@ -364,7 +365,9 @@ class LocalEngine:
         """Decide what goes of a run's checkpoints and, of the names in `only`, remove it."""
         from reshard_engine.operations.steps import prune
 
-        policy = PrunePolicy(keep_last=keep_last, keep_every=keep_every, weights_only=weights_only)
+        policy = PrunePolicy(
+            keep_last=keep_last, keep_every=keep_every, keep_sealed=keep_sealed, weights_only=weights_only
+        )
         return prune(open_location(run, profile), policy, only=only)
 
     def checkup(self, places: Sequence[str], profile: str | None = None) -> Iterator[Finding]:

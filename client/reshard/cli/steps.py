@@ -58,7 +58,12 @@ def step_lines(found: RunListing) -> Iterator[str]:
 
 def _row(step: RunStep) -> tuple[str, ...]:
     state = "complete" if step.complete else f"{step.code}: {printable(step.detail, max_chars=96)}"
-    marks = [state, *(["in use"] if step.in_use else []), *(f"<- {name}" for name in step.named_by)]
+    marks = [
+        state,
+        *(["in use"] if step.in_use else []),
+        *(["sealed"] if step.sealed else []),
+        *(f"<- {name}" for name in step.named_by),
+    ]
     layout = " ".join(f"{axis}={size}" for axis, size in step.world.items() if size > 1)
     known = "-" if step.step is None else f"{step.step:,}"
     size = format_size(step.size_bytes)
@@ -75,6 +80,10 @@ def prune(
         int | None,
         typer.Option(metavar="STEPS", min=1, help="Also keep every multiple of STEPS.", rich_help_panel=_KEEP),
     ] = None,
+    keep_sealed: Annotated[
+        bool,
+        typer.Option("--keep-sealed", help="Also keep those with a certificate beside them.", rich_help_panel=_KEEP),
+    ] = False,
     weights_only: Annotated[
         bool,
         typer.Option(
@@ -96,9 +105,8 @@ def prune(
     writes, what has no known step or a name of its own such as `best`, and everything that is not one checkpoint.
     """
     engine = load_engine()
-    call = partial(
-        engine.prune, run, keep_last=keep_last, keep_every=keep_every, weights_only=weights_only, profile=profile
-    )
+    kept = {"keep_last": keep_last, "keep_every": keep_every, "keep_sealed": keep_sealed}
+    call = partial(engine.prune, run, **kept, weights_only=weights_only, profile=profile)
     shown = call()
     going = tuple(found.name for found in shown.decisions if not found.kept_for)
     if not as_json:

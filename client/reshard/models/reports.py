@@ -346,6 +346,8 @@ class RunStep(WireModel):
     """The pointers, trackers and links that name it: what runs resume from."""
     in_use: bool = False
     """True if a conversion into it has not ended, or has left files that `reshard clean` removes."""
+    sealed: bool = False
+    """True if a certificate of `reshard seal` or `convert --sign` stands beside it. Nothing is verified."""
 
 
 class RunListing(WireModel):
@@ -367,6 +369,8 @@ class PrunePolicy(RequestModel):
     """So many of the latest complete steps."""
     keep_every: int | None = Field(default=None, ge=1)
     """Every step that is a multiple of this number."""
+    keep_sealed: bool = False
+    """Every checkpoint that has a certificate beside it."""
     weights_only: bool = False
     """Of what goes, keep the weights where they are in files of their own."""
 

@@ -37,6 +37,7 @@ from reshard_engine.formats.sources import (
     state_here,
 )
 from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.operations.proof.sealing import SUFFIX as SEALED
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.local_writes import sync_directory, unlink, write_file, writing
 from reshard_engine.storage.locations import Location
@@ -199,6 +200,7 @@ def _step(run: Location, around: _Surroundings, sizes: Mapping[str, tuple[int, i
         complete=False,
         named_by=around.pointers_to(name),
         in_use=name.partition("/")[0] in around.converting,
+        sealed=f"{name}{SEALED}" in around.listing.by_name,
     )
     try:
         found = find_checkpoint(place, None)
@@ -273,6 +275,8 @@ def _kept_for(step: RunStep, policy: PrunePolicy, last: Collection[int]) -> str:
         return "its name says no step: somebody named it"
     if step.step in last:
         return f"one of the last {policy.keep_last}"
+    if policy.keep_sealed and step.sealed:
+        return "sealed"
     if policy.keep_every is not None and step.step % policy.keep_every == 0:
         return f"a multiple of {policy.keep_every}"
     return ""

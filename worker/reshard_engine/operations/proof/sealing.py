@@ -283,7 +283,7 @@ def open_bundle(data: bytes, keys: Sequence[Key], where: str) -> Statement:
 def _parsed(payload: bytes, where: str) -> Statement:
     try:
         body = json.loads(payload)
-        (subject,) = body["subject"]
+        kind, (subject,) = (body["_type"], body["predicateType"]), body["subject"]
         predicate = body["predicate"]
         files = {resource["name"]: resource["digest"] for resource in predicate["resources"]}
         facts = Facts.model_validate(predicate["reshard"])
@@ -291,6 +291,8 @@ def _parsed(payload: bytes, where: str) -> Statement:
         whole = _contents(files)
     except (ValueError, KeyError, TypeError, ValidationError):
         raise _tampered(where, "it is signed, but is no statement of this version of reshard") from None
+    if kind != (_STATEMENT, _PREDICATE):
+        raise _tampered(where, "it is signed, but is a statement of another kind")
     sound = all(component_digest(lines) == facts.state.components.get(n) for n, lines in facts.state.lines.items())
     if whole != found.contents or not sound or whole_digest(facts.state.components) != facts.state.digest:
         raise _tampered(where, "it contradicts itself")
