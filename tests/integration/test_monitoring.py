@@ -159,6 +159,7 @@ def test_what_workers_did_is_counted(stack: Stack, tmp_path: Path) -> None:
         with stack.worker():
             # Its lease expires, and another worker takes it.
             wait_until(lambda: samples(url, "reshard_attempts_total", "end")["lost"] == 1)
+            wait_until(lambda: client.get(long.id).state is JobState.RUNNING)  # a queued job is cancelled without one
             client.cancel(long.id)
             assert client.wait(long.id, timeout_s=30).state is JobState.CANCELLED
             wait_until(lambda: samples(url, "reshard_attempts_total", "end")["cancelled"] == 1)
