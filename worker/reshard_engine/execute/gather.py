@@ -430,15 +430,14 @@ _BLOCKS_AT_ONCE = 16
 """Blocks whose numbers are scaled at once: 1 MiB of fp32."""
 
 
-def quantized_rows(values: Matrix) -> tuple[npt.NDArray[Any], Matrix]:
-    """128 rows of a matrix in e4m3, and for each of their blocks the number by which a reader multiplies it.
+def block_factors(values: Matrix) -> Matrix:
+    """The numbers by which the blocks of 128 rows of a matrix are multiplied before they are rounded to e4m3.
 
-    A number is multiplied by 448 times the reciprocal of the largest magnitude of its block, all in fp32, and rounded
-    to the nearest, ties to even. The reader's number is the reciprocal of that factor. A block whose factor no fp32
-    number holds (it has zeros or numbers below 1.4e-36 alone) gets the factor 1.
+    It is 448 times the reciprocal of the largest magnitude of a block, in fp32. A block whose factor no fp32 number
+    holds (it has zeros or numbers below 1.4e-36 alone) gets the factor 1. A reader multiplies by the reciprocals.
 
-    Source: transformers 5.23.0 `integrations/finegrained_fp8.py` (`Fp8Quantize._quantize_one`), of which this has the
-    bits; verified by running.
+    Source: transformers 5.23.0 `integrations/finegrained_fp8.py` (`Fp8Quantize._quantize_one`), of which this and
+    `quantized_rows` have the bits; verified by running.
 
     Raises:
         SourceError: `tensor.overflow` for a NaN or an infinity, with which a block has no scale.
@@ -453,17 +452,29 @@ def quantized_rows(values: Matrix) -> tuple[npt.NDArray[Any], Matrix]:
         )
     with np.errstate(divide="ignore", over="ignore"):
         factors = np.float32(1) / largest * _MOST_FLOAT8  # torch divides a number by a tensor so
-    factors = np.where(np.isfinite(factors), factors, np.float32(1))
+    return np.where(np.isfinite(factors), factors, np.float32(1))
+
+
+def quantized_rows(values: Matrix, factors: Matrix) -> npt.NDArray[Any]:
+    """128 rows of a matrix in e4m3: its numbers times the factors of their blocks, to the nearest, ties to even."""
+    blocks = values.reshape(BLOCK_ROWS, -1, BLOCK_ROWS)
     found = np.empty(blocks.shape, dtype=_FLOAT8)
     for low in range(0, len(factors), _BLOCKS_AT_ONCE):
         some = slice(low, low + _BLOCKS_AT_ONCE)
         found[:, some] = np.clip(blocks[:, some] * factors[some, None], -_MOST_FLOAT8, _MOST_FLOAT8).astype(_FLOAT8)
-    return found.reshape(-1), (np.float32(1) / factors).astype(np.float32)
+    return found.reshape(-1)
 
 
-def quantization_errors(values: Matrix, made: tuple[npt.NDArray[Any], Matrix], begin: int, end: int) -> Losses:
-    """The distances of the numbers that readers compute, in fp32, from the elements `[begin, end)` of 128 rows."""
-    quantized, numbers = made
+def quantization_errors(values: Matrix, quantized: npt.NDArray[Any], numbers: Matrix, part: tuple[int, int]) -> Losses:
+    """The distances of the numbers that readers compute, in fp32, from the elements `[begin, end)` of 128 rows.
+
+    Args:
+        values: The rows.
+        quantized: The rows in e4m3.
+        numbers: The numbers by which readers multiply the blocks.
+        part: `begin` and `end`.
+    """
+    begin, end = part
     columns, lost = len(numbers) * BLOCK_ROWS, Losses()
     number_of = np.repeat(numbers, BLOCK_ROWS)
     for row in range(begin // columns, -(-end // columns)):
@@ -574,13 +585,15 @@ class ComputedElements:
         for number in range(item.begin // made, -(-item.end // made)):
             data = self._elements(rule.base, FLOAT32, number * held, (number + 1) * held, counted=counted)
             values = data.view(np.float32)
-            found = quantized_rows(values)
+            factors = block_factors(values)
+            numbers = (np.float32(1) / factors).astype(np.float32)
+            found = numbers if rule.scales else quantized_rows(values, factors)
             low, high = max(number * made, item.begin), min((number + 1) * made, item.end)
             own = low - number * made, high - number * made
             if counted:
-                lost = self._losses.get(item.tensor, Losses()) + quantization_errors(values, found, *own)
+                lost = self._losses.get(item.tensor, Losses()) + quantization_errors(values, found, numbers, own)
                 self._losses[item.tensor] = lost
-            yield low, found[rule.scales][slice(*own)].view(np.uint8)
+            yield low, found[slice(*own)].view(np.uint8)
 
     def _merged(self, item: ReadItem, merge: LoraMerge) -> Iterator[Block]:
         """The elements of a merged weight, by blocks of rows."""

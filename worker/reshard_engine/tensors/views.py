@@ -273,7 +273,7 @@ class Transposed:
 class Blockwise:
     """A matrix in e4m3 with a scale for each block of 128 by 128 elements, or the matrix of its scales.
 
-    See `gather.quantized_rows`.
+    See `gather.block_factors` and `gather.quantized_rows`.
     """
 
     base: int
