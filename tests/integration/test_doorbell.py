@@ -156,7 +156,7 @@ def test_a_lost_message_is_rung_again_and_a_message_too_many_costs_no_process(se
         # Any message is good for any job: this one does not wait for the end of those before its own.
         between = service.ended(service.submit("between", units=1))
         assert between.state is JobState.SUCCEEDED
-        assert wait_s(between) < 60
+        assert wait_s(between) < 10
         wait_until(lambda: not service.waiting(), timeout_s=180)
         assert service.ended(service.submit("after", units=1)).state is JobState.SUCCEEDED
         assert _pool_processes(worker) == before
