@@ -77,8 +77,21 @@ def _goes_on(
             ("moe_bf16opt", (4, 4), (2, 2)),
             ("moe_fp32_z1_data_first", (4, 2), (6, 2)),
             ("moe_fp32_z1_data_first", (4, 2), (2, 1)),
+            ("autoep_z1", (2, 2), (4, 4)),
+            ("autoep_z1", (4, 2), (1, 1)),
+            ("autoep_z2", (4, 4), (6, 2)),
+            ("autoep_z2_round_robin", (4, 2), (2, 1)),
+            ("autoep_z2_bf16", (4, 2), (2, 1)),
+            ("autoep_bf16opt", (2, 2), (4, 4)),
+            ("autoep_z1_data_first", (4, 2), (6, 2)),
+            ("autoep_z1_frozen", (2, 2), (4, 4)),
+            ("autoep_z3", (4, 2), (2, 2)),
+            ("autoep_z3", (2, 2), (3, 1)),
+            ("autoep_z3_sub_groups", (4, 2), (2, 2)),
+            ("autoep_z3_bf16", (4, 4), (2, 1)),
         ],
         ("moe_fp32_z2", (2, 2), (4, 2)),
+        ("autoep_z3_sub_groups", (4, 2), (2, 2)),
     ),
     ids=str,
 )
@@ -123,39 +136,6 @@ def test_autotp_goes_on_at_another_size(
     tmp_path: Path,
 ) -> None:
     ranks = [Layout(tp=tp, dp=world // tp) for world, tp in (source, target)]
-    _goes_on(name, *ranks, trained_on, parallel, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "target"),
-    rest_full(
-        [
-            ("autoep_z1", (2, 2), (4, 4)),
-            ("autoep_z1", (4, 2), (1, 1)),
-            ("autoep_z2", (4, 4), (6, 2)),
-            ("autoep_z2_round_robin", (4, 2), (2, 1)),
-            ("autoep_z2_bf16", (4, 2), (2, 1)),
-            ("autoep_bf16opt", (2, 2), (4, 4)),
-            ("autoep_z1_data_first", (4, 2), (6, 2)),
-            ("autoep_z1_frozen", (2, 2), (4, 4)),
-            ("autoep_z3", (4, 2), (2, 2)),
-            ("autoep_z3", (2, 2), (3, 1)),
-            ("autoep_z3_sub_groups", (4, 2), (2, 2)),
-            ("autoep_z3_bf16", (4, 4), (2, 1)),
-        ],
-        ("autoep_z3_sub_groups", (4, 2), (2, 2)),
-    ),
-    ids=str,
-)
-def test_fused_experts_go_on_on_other_ranks(
-    name: str,
-    source: tuple[int, int],
-    target: tuple[int, int],
-    trained_on: TrainedOn,
-    parallel: ParallelOracle,
-    tmp_path: Path,
-) -> None:
-    ranks = [Layout(dp=dp, ep=ep) for dp, ep in (source, target)]
     _goes_on(name, *ranks, trained_on, parallel, tmp_path)
 
 
