@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import reshard
+from house.dying import dying
 from house.expected import raised
 from house.promises import command
 from house.saves import DATA
@@ -89,24 +89,12 @@ def test_listed_and_pruned_in_an_object_store(s3: S3Server, bucket: str, forty: 
             assert left[str(path.relative_to(forty))] == path.read_bytes()
 
 
-_DIES = """
-import os, signal, sys
-count = int(sys.argv.pop(1))
+_WRITES = """
 from reshard_engine.storage import s3
-def counted(function):
-    def call(*args, **more):
-        global count
-        count -= 1
-        if count < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **more)
-    return call
 for name in ("put", "delete"):
     setattr(s3.S3Store, name, counted(getattr(s3.S3Store, name)))
-from reshard.cli.main import run
-sys.exit(run(sys.argv[1:]))
 """
-"""Kills itself before a writing call: put, delete what goes first, delete the rest, delete what put wrote."""
+"""Counts writing calls: put, delete what goes first, delete the rest, delete what put wrote."""
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 5])
@@ -119,9 +107,7 @@ def test_a_prune_that_is_killed_in_an_object_store(
     url = f"s3://{bucket}/run"
     words = ["prune", url, "--keep-last", "1", "--yes"]
     environment = {**os.environ, **s3.env()}
-    died = subprocess.run(
-        [sys.executable, "-c", _DIES, str(calls), *words], check=False, capture_output=True, env=environment
-    )
+    died = subprocess.run(dying(_WRITES, calls, words), check=False, capture_output=True, env=environment)
     assert died.returncode == -9, died.stderr
     listed = load_engine().steps(url)
     assert [step for step in listed.steps if not step.complete] == [], "nothing half removed is listed"

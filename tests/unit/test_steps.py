@@ -7,7 +7,6 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import fsspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from house.dying import dying
 from house.expected import raised
 from house.promises import command
 from house.saves import DATA
@@ -291,7 +291,7 @@ def test_only_weights_are_kept_where_they_are_files_of_their_own(tmp_path: Path)
 def test_files_that_were_written_again_are_not_those_that_were_to_go(tmp_path: Path) -> None:
     run = trainers(tmp_path / "run")
     words = ["prune", str(run), "--keep-last", "1", "--weights-only", "--yes"]
-    done = subprocess.run([sys.executable, "-c", _DIES, "1", *words], check=False, capture_output=True)
+    done = subprocess.run(dying(_REMOVALS, 1, words), check=False, capture_output=True)
     assert done.returncode == -9, done.stderr
     place = run / "checkpoint-3"
     assert not (place / "latest").exists(), "it goes first"
@@ -305,28 +305,14 @@ def test_files_that_were_written_again_are_not_those_that_were_to_go(tmp_path: P
 
 # A process that dies while it removes.
 
-_DIES = """
-import os, signal, sys
-count = int(sys.argv.pop(1))
-def counted(function):
-    def call(*args, **more):
-        global count
-        count -= 1
-        if count < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **more)
-    return call
-os.rename, os.unlink, os.rmdir = map(counted, (os.rename, os.unlink, os.rmdir))
-from reshard.cli.main import run
-sys.exit(run(sys.argv[1:]))
-"""
+_REMOVALS = "os.rename, os.unlink, os.rmdir = map(counted, (os.rename, os.unlink, os.rmdir))"
 
 
 @pytest.mark.parametrize("operations", rest_full([0, 1, 2, 4, 6], 1, 4))
 def test_a_killed_prune_leaves_nothing_half_listed(tmp_path: Path, operations: int) -> None:
     run = run_of(tmp_path / "run", 100, 200, 300, 400)
     words = ["prune", str(run), "--keep-last", "1", "--yes"]
-    done = subprocess.run([sys.executable, "-c", _DIES, str(operations), *words], check=False, capture_output=True)
+    done = subprocess.run(dying(_REMOVALS, operations, words), check=False, capture_output=True)
     assert done.returncode == -9, done.stderr
     listed = load_engine().steps(str(run))
     assert all(step.complete and step.files == 2 for step in listed.steps)
