@@ -361,7 +361,7 @@ def _weights_call(whole: str, files: list[str], *, remote: bool) -> str:
 
 
 def done_line(result: ConvertResult) -> str:
-    """What a conversion read and wrote, in one line."""
+    """A line with the bytes that a conversion read and wrote."""
     kept = f", kept {format_size(result.resumed_bytes)} of an earlier run" if result.resumed_bytes else ""
     # A plan counts tensors only; neighbours are read in one call, with the bytes between them.
     return (

@@ -110,7 +110,7 @@ class SavedPlan(RequestModel):
     """The files of `source_digest`. Without them a changed source is noticed, too, but not which of its files."""
 
     def without_files(self) -> SavedPlan:
-        """The same plan, short: in lists of jobs, and for a service if there are many files."""
+        """This plan without its files: for lists of jobs, and for a service if there are many files."""
         return self.model_copy(update={"files": ()})
 
 
@@ -315,9 +315,9 @@ class CastLoss(WireModel):
     infinite: int = 0
     """Elements that were infinite in the source."""
     largest_error: float | None = Field(default=None, exclude_if=is_none)
-    """Of a quantized matrix: the largest distance of a number as readers compute it from that of the source."""
+    """The largest distance of a number of a quantized matrix, as readers compute it, from that of the source."""
     relative_rms_error: float | None = Field(default=None, exclude_if=is_none)
-    """Of a quantized matrix: the root of the sum of squared distances, relative to that of the squared numbers."""
+    """The root of the sum of squared distances in a quantized matrix, relative to that of the squared numbers."""
 
 
 class ConvertResult(ShownModel):

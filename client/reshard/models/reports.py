@@ -372,7 +372,7 @@ class PrunePolicy(RequestModel):
     keep_sealed: bool = False
     """Every checkpoint that has a certificate beside it."""
     weights_only: bool = False
-    """Of what goes, keep the weights where they are in files of their own."""
+    """True to keep the weights of what goes where they are in files of their own."""
 
 
 class PruneDecision(WireModel):
@@ -387,7 +387,7 @@ class PruneDecision(WireModel):
 
 
 class PruneReport(WireModel):
-    """What a policy keeps and removes of a run."""
+    """The checkpoints that a policy keeps and removes of a run."""
 
     schema_version: int = SCHEMA_VERSION
     url: str

@@ -59,7 +59,7 @@ _NOT_ONE_CHECKPOINT = frozenset({"source.unknown_kind", "source.not_found"})
 
 
 class _Mark(WireModel):
-    """What is removed of a checkpoint, as it stands beside it."""
+    """The record beside a checkpoint of the files that are removed of it."""
 
     first: int
     """So many of the files go before the others, in this order."""
@@ -69,7 +69,7 @@ class _Mark(WireModel):
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What the directory of a run says about its entries; it is read anew before each removal."""
+    """The facts of a run's directory about its entries; they are read anew before each removal."""
 
     listing: Listing
     named: Mapping[str, Sequence[str]]
@@ -100,7 +100,7 @@ class _Surroundings:
         )
 
     def pointers_to(self, name: str) -> tuple[str, ...]:
-        """What names an entry, or something in it."""
+        """The pointers, trackers and links that name an entry, or something in it."""
         return tuple(
             p for path, found in self.named.items() if path == name or path.startswith(f"{name}/") for p in found
         )
@@ -247,7 +247,7 @@ def _with_steps(steps: Sequence[RunStep]) -> list[RunStep]:
 
 
 def decide(listing: RunListing, policy: PrunePolicy) -> list[PruneDecision]:
-    """What a policy keeps of a run, and why; it is pure.
+    """Decide which checkpoints of a run a policy keeps, and why; it is pure.
 
     Kept whatever the policy says: what is named by a pointer, is in use, is not complete, has no step, or has a name
     that is not of a step, such as `best`.

@@ -185,7 +185,7 @@ class Losses:
     infinite: int = 0
     """Elements that were infinite before the cast."""
     largest_error: float = 0.0
-    """Of quantized elements, the largest distance of a number as readers compute it from the one before."""
+    """The largest distance of a quantized number, as readers compute it, from the one before."""
     error_squares: float = 0.0
     """The sum of the squares of these distances."""
     squares: float = 0.0

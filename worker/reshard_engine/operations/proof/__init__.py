@@ -1,1 +1,1 @@
-"""What proves that a checkpoint is what it was: digests of its state, and signed statements about it."""
+"""Proof that a checkpoint is what it was: digests of its state, and signed statements about it."""

@@ -122,7 +122,7 @@ def _line(*values: Any) -> str:
 
 
 class _State:
-    """What a fingerprint says about one checkpoint, as lines that want the digests of tensors."""
+    """The statements of a fingerprint about one checkpoint, as lines that want the digests of tensors."""
 
     def __init__(self, checkpoint: Checkpoint, *, weights_only: bool) -> None:
         self._checkpoint = checkpoint
