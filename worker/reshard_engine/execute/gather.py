@@ -466,14 +466,7 @@ def quantized_rows(values: Matrix, factors: Matrix) -> npt.NDArray[Any]:
 
 
 def quantization_errors(values: Matrix, quantized: npt.NDArray[Any], numbers: Matrix, part: tuple[int, int]) -> Losses:
-    """The distances of the numbers that readers compute, in fp32, from the elements `[begin, end)` of 128 rows.
-
-    Args:
-        values: The rows.
-        quantized: The rows in e4m3.
-        numbers: The numbers by which readers multiply the blocks.
-        part: `begin` and `end`.
-    """
+    """The distances of what readers compute, with `numbers` for the blocks, from a part `[begin, end)` of 128 rows."""
     begin, end = part
     columns, lost = len(numbers) * BLOCK_ROWS, Losses()
     number_of = np.repeat(numbers, BLOCK_ROWS)
