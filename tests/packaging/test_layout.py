@@ -94,6 +94,8 @@ OF_OTHERS = {
         r"mp_rank_\d+(_\d+)?(_\d+)?",
         *(r"global_step_\d+", "global_step_", "latest_ckpt_global_step.txt"),
     },
+    # The name of a counter in the model of a checkpoint, too.
+    "operations/proof/fingerprint.py": {"skipped_steps"},
     # Names of Megatron-core, too.
     "formats/megatron/legacy.py": {
         *("checkpoint_version", "mp_rank_"),

@@ -33,9 +33,11 @@ RUN = (
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
-    """A directory with `ckpts/run1`, as the pages have it: a save of real DeepSpeed at step 100."""
+    """A directory with `ckpts/run1`, as the pages have it: a save of real DeepSpeed at step 100; and a model's files."""
     shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny" / "global_step3", tmp_path / "ckpts/run1/global_step100")
     (tmp_path / "ckpts/run1/latest").write_text("global_step100")
+    (tmp_path / "models/start").mkdir(parents=True)
+    (tmp_path / "models/start/config.json").write_text('{"model_type": "llama"}')
     # The home page names a checkpoint of the clone.
     shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny", tmp_path / "tests/data/zero2_tiny")
     return tmp_path
