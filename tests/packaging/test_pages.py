@@ -33,7 +33,7 @@ RUN = (
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
-    """A directory with `ckpts/run1`, as the pages have it: a save of real DeepSpeed at step 100; and a model's files."""
+    """A directory with `ckpts/run1`, as the pages have it: a save of real DeepSpeed at step 100, and a model."""
     shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny" / "global_step3", tmp_path / "ckpts/run1/global_step100")
     (tmp_path / "ckpts/run1/latest").write_text("global_step100")
     (tmp_path / "models/start").mkdir(parents=True)
