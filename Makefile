@@ -83,7 +83,7 @@ workflows: $(READY) ## .github/workflows against the schema of GitHub's workflow
 demo: $(READY) ## DeepSpeed resumes on other ranks from what our service wrote (ARGS="--stay [--open]" keeps the servers)
 	@$(BIN)/python deploy/demo/run.py $(ARGS)
 
-test: $(READY) ## all quick tests, and a sample of each longer file (RESHARD_TURN=0 to 7 draw each test)
+test: $(READY) ## all quick tests, and a sample of each longer file (RESHARD_TURN=0 to 11 draw each test)
 	@$(BIN)/$(COMPILE)
 	@$(PYTEST) $(SPREAD) --sampled --durations=20 $(ARGS)
 

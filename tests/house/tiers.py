@@ -60,20 +60,20 @@ SHARES: Mapping[str, int] = {
     "distributed": 8,
     "faults": 8,
     "faults/test_random_kills.py": 8,
-    "integration": 8,
+    "integration": 12,
     "integrity": 4,
     "laws": 8,
     "memory": 8,
-    "oracle": 8,
+    "oracle": 12,
     "packaging": 2,
     "packaging/test_tutorial.py": 8,
     "planted": 3,
     "plugin": 4,
     "recipes": 8,
 }
-"""Of each file in these folders below tests/, `make test` runs one test of so many, and at least one.
+"""Of each of these files, and of each file in these folders below tests/, `make test` runs one test of so many.
 
-A file that is named here itself runs one of so many as well; if it has fewer tests, it takes no part in some turns.
+A file with fewer tests takes no part in some turns.
 """
 
 
@@ -92,15 +92,15 @@ def sampling_turn() -> int:
 def sample_files(items: Iterable[pytest.Item], shares: Mapping[str, int], turn: int, *, others: int = 1) -> None:
     """Mark tests `full`, but for the sample of this turn: of each file every n-th test.
 
-    As many turns in a row as the share says have each test. The first test differs from file to file. A file with a
-    share of its own can have no test in a turn, each other one has at least one. `others` is the share of the rest.
+    As many turns in a row as the share says have each test. The first test differs from file to file. `others` is the
+    share of files that `shares` does not cover; each of them has at least one test in a turn.
     """
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("full") is None and item.get_closest_marker("gpu") is None:
             files.setdefault(item.nodeid.partition("::")[0].removeprefix("tests/"), []).append(item)
     for file, found in files.items():
-        share = shares.get(file) or min(shares.get(file.partition("/")[0]) or others, len(found))
+        share = shares.get(file) or shares.get(file.partition("/")[0]) or min(others, len(found))
         chosen = found[(zlib.crc32(file.encode()) + turn) % share :: share]
         for item in found if share > 1 else ():
             if item not in chosen:
