@@ -53,6 +53,14 @@ _OTHERS = {
         "RESHARD_PICKLE_OPCODES": ("50000000", "Maximum number of opcodes in a pickle; a million take about a second."),
         "RESHARD_PICKLE_NODE_BYTES": ("2147483648", "Most memory that the values of one pickle may count, in bytes."),
         "RESHARD_KEY_PASSPHRASE": ("", "Passphrase of the private key of [`reshard seal`](../seal.md)."),
+        "RESHARD_SIGNING_KEY": (
+            "",
+            "The private key that signs [certificates](../seal.md) of all conversions, as PEM text, path or URI.",
+        ),
+        "RESHARD_SIGNING_PUBLIC_KEY": (
+            "",
+            "The public key of a `RESHARD_SIGNING_KEY` that a service keeps, as PEM text or path.",
+        ),
         "RESHARD_HOST_ID": ("", "What this host is called in a SQLite job database. Not set: its name and machine id."),
     },
     "Set by Reshard for its own processes, not by you": {

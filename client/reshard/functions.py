@@ -246,6 +246,10 @@ def convert(
     to: TargetFormat | str | None = None,
     plan: PathLike | None = None,
     options: Mapping[str, Any] | None = None,
+    sign: PathLike | None = None,
+    cert: PathLike | None = None,
+    trust: Sequence[PathLike] | None = None,
+    public_key: PathLike | None = None,
     workers: int | str | None = None,
     worker: int | None = None,
     on_progress: OnProgress | None = None,
@@ -268,6 +272,10 @@ def convert(
         plan: A file of `plan(out=...)` or `reshard plan --out`, in place of `source`, `target`, `to` and the
             options that decide bytes. A conversion that would be another one now is refused (`request.plan_changed`).
         options: Options of formats of other packages, by format.
+        sign: Private key, as for `seal`: certificates of target and source are written beside the target.
+        cert: With `sign`: the certificate that the source has already.
+        trust: Public keys that signed `cert`, if it is not that of `sign`.
+        public_key: Public key of a key that a service keeps.
         workers: Number of processes that make this call together, each with its `worker`; `auto`: the launcher's.
         worker: Number of this process, from 0 to `workers` - 1.
         on_progress: Called with each `Progress`, from one thread at a time.
@@ -304,11 +312,19 @@ def convert(
                 "workers and worker divide a conversion of this process, and url names a service",
                 fix="leave them out: the service's own workers help one another",
             )
+        if sign is not None:
+            raise RequestError(
+                "request.invalid",
+                "sign names a key of this machine, and url a service",
+                fix="leave it out: a service with RESHARD_SIGNING_KEY signs all of its conversions",
+            )
         with client_of(url, token) as client, progress_of(on_progress, progress) as show:
             return _by_service(client, request, show, wait_timeout)
     work = shared_work(None if workers is None else str(workers), worker, os.environ)
+    signing = None if sign is None else _signing_of(sign, public_key, cert, trust)
     with progress_of(on_progress, progress) as show:
-        result = _by_engine(partial(load_engine().convert, request, work=work, on_progress=show), request, wait_timeout)
+        run = partial(load_engine().convert, request, work=work, signing=signing, on_progress=show)
+        result = _by_engine(run, request, wait_timeout)
     return result.drawn_from(request)
 
 
@@ -664,9 +680,20 @@ def seal(
         StorageError: The storage refused or failed.
     """
     spec = source_of(source, given)
-    signing = Signing(key=os.fspath(key), public_key=None if public_key is None else os.fspath(public_key))
+    signing = _signing_of(key, public_key)
     with progress_of(on_progress, progress) as show:
         return load_engine().seal(spec, signing, _cuts_of(rules, family), on_progress=show)
+
+
+def _signing_of(
+    key: PathLike, public_key: PathLike | None, cert: PathLike | None = None, trust: Sequence[PathLike] | None = None
+) -> Signing:
+    return Signing(
+        key=os.fspath(key),
+        public_key=None if public_key is None else os.fspath(public_key),
+        certificate=None if cert is None else os.fspath(cert),
+        trusted=tuple(os.fspath(url) for url in trust or ()),
+    )
 
 
 def verify_sealed(

@@ -311,6 +311,7 @@ class Engine(Protocol):
         request: ConvertRequest,
         *,
         work: SharedWork | None = None,
+        signing: Signing | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         on_plan: Callable[[str, int], None] | None = None,
@@ -319,6 +320,8 @@ class Engine(Protocol):
         """Run the conversion to its commit. Resumes an interrupted run of the same conversion.
 
         With `work`, other processes that are given the same request run it too, and each does a part.
+        With `signing`, or a key in RESHARD_SIGNING_KEY, certificates of target and source are written beside the
+        target; of workers that run it together, the first one does so.
         `on_progress` is called from one thread at a time; `should_stop` is polled between units and
         ends the run with `job.cancelled`, leaving the journal for a later resume.
         `on_plan` is called with the digest of the plan and the bytes that it writes before anything is written, and may
@@ -427,17 +430,6 @@ class Engine(Protocol):
         """Sign a statement about a checkpoint: its files and its state; nothing is written."""
         ...
 
-    def convert_sealed(
-        self,
-        request: ConvertRequest,
-        signing: Signing,
-        *,
-        on_progress: Callable[[Progress], None] | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> tuple[ConvertResult, tuple[str, ...]]:
-        """Convert, and write certificates beside the target; returns their URLs, that of the target first."""
-        ...
-
     def verify_sealed(self, source: SourceSpec, certificates: Sequence[str], keys: Sequence[str]) -> SealCheck:
         """Compare a checkpoint with its certificate: signature, chain, files and state."""
         ...
@@ -537,8 +529,8 @@ SETTINGS = tuple(f"RESHARD_{name}" for name in (
     "OIDC_AUDIENCE", "OIDC_ISSUER", "OIDC_JWKS_URL", "OIDC_SCOPE_CLAIM", "OIDC_TENANT_CLAIM", "PICKLE_NODE_BYTES",
     "PICKLE_OPCODES", "PICKLE_STREAM_BYTES", "PLANNING_LIMIT_S", "PROFILES", "QUARANTINE_S", "REAPER_S",
     "RETRY_DELAY_S", "ROOTS", "ROOT_PATH", "RUNNER_COMMAND", "RUNNER_STAYS", "SHARE_BYTES", "SHUTDOWN_GRACE_S",
-    "TOKEN", "TRACEBACK", "TRUSTED_PROXIES", "URL", "VERIFY", "WARM_ENGINE", "WEBHOOK_HTTP", "WEBHOOK_KEYS",
-    "WEBHOOK_NETWORKS",
+    "SIGNING_KEY", "SIGNING_PUBLIC_KEY", "TOKEN", "TRACEBACK", "TRUSTED_PROXIES", "URL", "VERIFY", "WARM_ENGINE",
+    "WEBHOOK_HTTP", "WEBHOOK_KEYS", "WEBHOOK_NETWORKS",
 ))  # fmt: skip
 """Every variable of the environment that some part of reshard reads."""
 

@@ -70,6 +70,7 @@ SHARES: Mapping[str, int] = {
     "planted": 3,
     "plugin": 4,
     "recipes": 8,
+    "unit/engine/test_megatron_buckets.py": 8,
 }
 """Of each of these files, and of each file in these folders below tests/, `make test` runs one test of so many.
 

@@ -35,8 +35,8 @@ FLAGS: dict[str, tuple[set[str], set[str]]] = {
     # `picture` has the flags that draw; lists are fields of what is returned.
     "inspect": ({"tensors", "tensor", "files", "svg", "html", "beside", "all"}, {"url", "token"}),
     "plan": ({"plan"}, {"options", "url", "token"}),  # another plan is another call
-    # A dry run is `plan`. What signs certificates beside a target is for shells: a program calls `seal`.
-    "convert": ({"dry_run", "sign", "cert", "trust", "public_key"}, {"options", "wait_timeout", *HERE}),
+    # A dry run is `plan`.
+    "convert": ({"dry_run"}, {"options", "wait_timeout", *HERE}),
     "verify": ({"cert", "key"}, set()),  # with a certificate it is `verify_sealed`
     "diff": ({"all"}, {"on_progress", "progress"}),
     "fingerprint": (set(), {"on_progress", "progress"}),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ import reshard
 from house.fingerprint_checker import read_safetensors
 from house.keys import key_pair
 from house.repository import ROOT
+from house.saves import LAUNCHERS
 from reshard.cli.main import run
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError
-from reshard.local import load_engine
+from reshard.models.jobs import Progress
 from reshard.models.reports import SealCheck, SealReport
 from reshard_engine.operations.proof import sealing
+from reshard_engine.storage.urls import confine
 
 TINY = ROOT / "tests" / "data" / "zero2_tiny"
 
@@ -268,21 +272,97 @@ def test_a_source_that_is_not_the_sealed_one_is_not_converted(place: Path, capsy
     assert not (place / "out").exists()
 
 
-def test_a_source_that_changes_during_the_conversion_gets_no_certificate(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = load_engine()
-    convert = engine.convert
+def test_a_source_that_changes_during_the_conversion_gets_no_certificate(place: Path) -> None:
+    def change(progress: Progress) -> None:
+        if progress.phase == "committing":
+            (place / "run" / "global_step3" / "added.txt").write_text("x")
 
-    def changing(*arguments: Any, **options: Any) -> Any:
-        done = convert(*arguments, **options)
-        (place / "run" / "global_step3" / "added.txt").write_text("x")
-        return done
-
-    monkeypatch.setattr(engine, "convert", changing)
-    words = ["convert", str(place / "run"), str(place / "out"), "--to", "universal", "-q"]
-    assert run([*words, "--sign", str(place / "seal.key")]) == 6
+    with pytest.raises(SourceError, match="changed while") as raised:
+        reshard.convert(place / "run", place / "out", to="universal", sign=place / "seal.key", on_progress=change)
+    assert raised.value.code == "source.changed"
     assert not list(place.glob("out*.sealed.json"))
+
+
+def test_the_function_signs_as_the_command_does(place: Path) -> None:
+    native = reshard.convert(
+        place / "run", place / "zero3", to="zero", dp=3, sign=place / "seal.key", cert=place / "run.sealed.json"
+    )
+    assert native.certificates == (f"{place}/zero3.sealed.json",)
+    key_pair(place, "other")
+    done = reshard.convert(
+        place / "zero3",
+        place / "weights",
+        to="safetensors",
+        sign=place / "other.key",
+        cert=place / "zero3.sealed.json",
+        trust=[place / "seal.pub"],
+    )
+    found = reshard.verify_sealed(place / "weights", done.certificates, [place / "other.pub", place / "seal.pub"])
+    assert found.ok
+    assert len(found.chain) == 3
+    assert refusal(lambda: check(place, "weights")) == "integrity.wrong_key"
+
+
+def test_workers_that_share_a_conversion_leave_one_pair_of_certificates(place: Path) -> None:
+    words = ["convert", str(place / "run"), str(place / "out"), "--to", "universal", "-q", "--workers", "2"]
+    signed = [*words, "--sign", str(place / "seal.key")]
+    others = subprocess.Popen([Path(sys.executable).with_name("reshard"), *signed, "--worker", "1"])
+    try:
+        assert run([*signed, "--worker", "0"]) == 0
+        assert others.wait(120) == 0
+    finally:
+        others.kill()
+    assert check(place, "out").ok
+    assert sorted(path.name for path in place.glob("*.sealed.json")) == [
+        "out.sealed.json", "out.source.sealed.json", "run.sealed.json"
+    ]  # fmt: skip
+
+
+# -- a key in the environment ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def configured(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place, with a key that signs all conversions of this process."""
+    monkeypatch.setenv("RESHARD_SIGNING_KEY", (place / "seal.key").read_text())
+    return place
+
+
+def test_a_key_in_the_environment_signs_all_conversions(configured: Path) -> None:
+    done = reshard.convert(configured / "run", configured / "out", to="universal")
+    assert done.certificates == tuple(f"{configured}/out{end}.sealed.json" for end in ("", ".source"))
+    assert check(configured, "out").ok
+
+
+def test_ensure_signs_with_the_key_in_the_environment(configured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHERS, "RESHARD_URL"):
+        monkeypatch.delenv(name, raising=False)
+    made = Path(reshard.ensure(configured / "run", dp=3))
+    assert reshard.ensure(configured / "run", dp=3) == str(made)
+    tag = made / (made / "latest").read_text()
+    found = reshard.verify_sealed(tag, [f"{tag}.sealed.json"], [configured / "seal.pub"])
+    assert found.ok
+    assert [step.changed for step in found.chain] == [(), ()]
+
+
+def test_a_bad_key_in_the_environment_is_refused_and_not_shown(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESHARD_SIGNING_KEY", "-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n")
+    with pytest.raises(RequestError, match="the text of the key is not a private key in PEM") as raised:
+        reshard.convert(place / "run", place / "out", to="universal")
+    assert "c2VjcmV0" not in str(raised.value)
+    assert not (place / "out").exists()
+
+
+def test_a_service_that_may_not_write_beside_the_target_does_not_begin(configured: Path) -> None:
+    (configured / "out").mkdir()
+    confine([str(configured)], [str(configured / "out")])
+    try:
+        assert refusal(
+            lambda: reshard.convert(configured / "run", configured / "out", to="universal")
+        ) == "request.root_forbidden"  # fmt: skip
+    finally:
+        confine([])
+    assert not list((configured / "out").iterdir())
 
 
 # -- keys and the command line --------------------------------------------------------------------------
@@ -327,7 +407,6 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert printed.out.startswith("added.txt: was not sealed\n")
     assert "error: integrity.sealed: 1 difference between run and its certificate" in printed.err
     assert run(["verify", "run", "--cert", "global_step3.sealed.json"]) == 2
-    assert run(["convert", "run", "out", "--to", "universal", "--workers", "2", "--worker", "0", "--sign", "x"]) == 2
 
 
 def test_without_the_extra_the_missing_library_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

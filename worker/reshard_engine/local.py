@@ -6,6 +6,7 @@ The entry point `reshard.engine` loads the object `engine`. Each method imports 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -76,6 +77,12 @@ def _sealing() -> ModuleType:
     from reshard_engine.operations.proof import sealing
 
     return sealing
+
+
+def _configured_signing() -> Signing | None:
+    """The key with which every conversion of this process is signed; None if its environment names none."""
+    key = os.environ.get("RESHARD_SIGNING_KEY")
+    return Signing(key=key, public_key=os.environ.get("RESHARD_SIGNING_PUBLIC_KEY")) if key else None
 
 
 class LocalEngine:
@@ -165,6 +172,7 @@ class LocalEngine:
         request: ConvertRequest,
         *,
         work: SharedWork | None = None,
+        signing: Signing | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         on_plan: Callable[[str, int], None] | None = None,
@@ -176,12 +184,20 @@ class LocalEngine:
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
         ownership = Ownership(on_plan, frozenset(abandoned))
-        if work is not None:
+
+        def convert() -> ConvertResult:
+            if work is None:
+                conversion = Conversion.prepare(request, ownership=ownership)
+                return conversion.run(on_progress=on_progress, should_stop=should_stop)
             from reshard_engine.operations.shared_conversion import convert_shared
 
             return convert_shared(request, work, on_progress=on_progress, should_stop=should_stop, ownership=ownership)
-        conversion = Conversion.prepare(request, ownership=ownership)
-        return conversion.run(on_progress=on_progress, should_stop=should_stop)
+
+        signing = signing or _configured_signing()
+        # Of workers that share a conversion, the first one signs for all.
+        if signing is None or (work is not None and work.number):
+            return convert()
+        return _sealing().convert_sealed(request, signing, convert, on_progress=on_progress, should_stop=should_stop)
 
     def help(
         self,
@@ -316,21 +332,6 @@ class LocalEngine:
     ) -> SealReport:
         """Sign a statement about a checkpoint: its files and its state."""
         return _sealing().seal(source, signing, options, on_progress=on_progress, should_stop=should_stop)
-
-    def convert_sealed(
-        self,
-        request: ConvertRequest,
-        signing: Signing,
-        *,
-        on_progress: Callable[[Progress], None] | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> tuple[ConvertResult, tuple[str, ...]]:
-        """Convert, and write signed statements beside the target."""
-
-        def convert() -> ConvertResult:
-            return self.convert(request, on_progress=on_progress, should_stop=should_stop)
-
-        return _sealing().convert_sealed(request, signing, convert, on_progress=on_progress, should_stop=should_stop)
 
     def verify_sealed(self, source: SourceSpec, certificates: Sequence[str], keys: Sequence[str]) -> SealCheck:
         """Compare a checkpoint with its certificate: signature, chain, files and state."""

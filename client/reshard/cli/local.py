@@ -326,10 +326,6 @@ def convert(
 
         work = shared_work(workers, worker, os.environ)
         signing = None if sign is None else _signing_of(sign, public_key, cert, trust)
-        if work is not None and signing is not None:
-            raise RequestError(
-                "request.invalid", "--sign is for a conversion in one process", fix="leave out --workers, or --sign"
-            )
         run_conversion(request, work=work, signing=signing, as_json=as_json, quiet=quiet)
 
 
@@ -381,13 +377,10 @@ def run_conversion(
         quiet: True to print nothing on stderr but errors.
     """
     engine = load_engine()
-    call = engine.convert_into if into else partial(engine.convert, work=work)
+    call = engine.convert_into if into else partial(engine.convert, work=work, signing=signing)
     try:
         with stoppable() as stop, progress_shown(quiet=quiet) as show:
-            if signing is None:
-                result, written = call(request, on_progress=show, should_stop=stop.is_set), ()
-            else:
-                result, written = engine.convert_sealed(request, signing, on_progress=show, should_stop=stop.is_set)
+            result = call(request, on_progress=show, should_stop=stop.is_set)
     except JobError as error:
         if error.code != "job.cancelled":
             raise
@@ -396,8 +389,8 @@ def run_conversion(
             "cancelled this local run; finished work is kept: the same command resumes it",
             fix=f"run the same command again; to give it up: reshard clean {shlex.quote(request.target)}",
         ) from None
-    for url in written:
-        hint(f"wrote {printable(url)}")
+    for url in result.certificates:
+        hint(f"wrote {printable(url)}", quiet=quiet)
     _say_result(result, as_json=as_json, quiet=quiet)
 
 

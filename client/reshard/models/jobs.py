@@ -345,6 +345,8 @@ class ConvertResult(ShownModel):
     """Parameters whose casts lost values, those with NaNs or infinities, and quantized ones. Others are left out."""
     share: WorkShare | None = None
     """The part of this worker, if several could run the conversion together."""
+    certificates: tuple[str, ...] = Field(default=(), exclude_if=_is_empty)
+    """URLs of the signed statements about the target and its source, that of the target first; empty without a key."""
     left_out: dict[str, int] = Field(default_factory=dict, exclude_if=_is_empty)
     """In a list of jobs, long lists such as `files` are empty, and their lengths are here. The job itself has them."""
 

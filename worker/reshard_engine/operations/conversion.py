@@ -414,7 +414,8 @@ class Conversion:
         _refuse_overlap(target, sink, checkpoint, wanted=request.to)
         layout = writer_of(request.to).lay_out(checkpoint, request, name=save_directory(target.path, checkpoint.tag)[1])
         if layout.pointer is not None and request.pointer is not False:
-            refuse_writing_outside(layout.pointer.directory(target.url))
+            why = "the target ends with the source's tag, so `latest` stands in its save directory"
+            refuse_writing_outside(layout.pointer.directory(target.url), why)
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
         copied_from = _copied_from(sink, checkpoint, request)
         plan = plan_conversion(checkpoint, layout, request, min_part_bytes=sink.min_part_bytes, copied_from=copied_from)

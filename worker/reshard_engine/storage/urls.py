@@ -105,8 +105,12 @@ def confine(roots: Iterable[str], write_roots: Iterable[str] = ()) -> None:
     _WRITE_ROOTS[:] = [canonical_url(root) for root in write_roots]
 
 
-def refuse_writing_outside(url: str) -> None:
-    """Refuse the save directory of a target if nothing may be written there.
+def refuse_writing_outside(url: str, why: str) -> None:
+    """Refuse a place beside or above a target if nothing may be written there.
+
+    Args:
+        url: The place.
+        why: Why something is written there, for people.
 
     Raises:
         RequestError: `request.root_forbidden`.
@@ -114,9 +118,8 @@ def refuse_writing_outside(url: str) -> None:
     if _WRITE_ROOTS and not any(is_within(canonical_url(url), root) for root in _WRITE_ROOTS):
         raise RequestError(
             "request.root_forbidden",
-            f"the target ends with the source's tag, so its save directory is {printable(url)}, "
-            "which is outside the storage that this service may write",
-            fix="name a target whose save directory is below one of the service's roots",
+            f"{why}: {printable(url)} is outside the storage that this service may write",
+            fix="name a target that is a directory deeper below one of the service's roots",
         )
 
 

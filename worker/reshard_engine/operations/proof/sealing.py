@@ -41,11 +41,13 @@ from reshard_engine.storage.crc32 import pieces_of
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectInfo, parent_and_name, read_bytes
 from reshard_engine.storage.texts import write_text
+from reshard_engine.storage.urls import canonical_url, refuse_writing_outside
 
 SUFFIX = ".sealed.json"
 """The end of the name of a certificate that stands beside what it is about."""
 PASSPHRASE = "RESHARD_KEY_PASSPHRASE"  # noqa: S105 - the name of a variable
 """The environment variable with the passphrase of an encrypted private key."""
+_PEM = "-----BEGIN "
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _PREDICATE = "https://model_signing/signature/v1.0"
 _PAYLOAD = "application/vnd.in-toto+json"
@@ -207,15 +209,18 @@ def _signer(signing: Signing) -> Signer:
         )
         return signer.CryptoSigner(key, _public(public, signing.key))
     except (ValueError, TypeError) as error:
-        raise _bad_key(signing.key, "private", error) from None
+        what = "the text of the key" if signing.key.startswith(_PEM) else signing.key
+        raise _bad_key(what, "private", error) from None
 
 
 def _text(url: str) -> bytes:
-    """The bytes of a small file: a key or a certificate.
+    """The bytes of a small file, which is a key or a certificate; the key itself if the text is one.
 
     Raises:
         SourceError: `source.not_found`.
     """
+    if url.startswith(_PEM):
+        return url.encode()
     location = open_location(url)
     info = location.store.stat(location.path)
     if info is None or info.size_bytes > _MOST_BYTES:
@@ -455,16 +460,18 @@ def convert_sealed(
     *,
     on_progress: OnProgress = None,
     should_stop: ShouldStop = None,
-) -> tuple[ConvertResult, tuple[str, ...]]:
+) -> ConvertResult:
     """Convert, and write certificates beside the target: of the target, and of the source unless there is one.
 
     Returns:
-        The result of the conversion, and the URLs of the certificates, that of the target first.
+        The result of the conversion with the URLs of the certificates, that of the target first.
 
     Raises:
+        RequestError: `request.root_forbidden` if this process may not write beside the target.
         SourceError: `source.changed` if the source is not the one that was sealed.
         ReshardError: As `seal`, and as the conversion.
     """
+    refuse_writing_outside(f"{request.target}{SUFFIX}", "certificates stand beside the target, and this service signs")
     signer = _signer(signing)
     see = partial(_see, on_progress=on_progress, should_stop=should_stop)
     sealed = _seal(request.source, signer, partial(see, request.source, request.options))
@@ -490,7 +497,7 @@ def convert_sealed(
     written = [(f"{result.target}{SUFFIX}", made.report.certificate), *parents]
     for url, text in written:
         write_text(open_location(url, request.target_profile), text.encode())
-    return result, tuple(url for url, _ in written)
+    return result.model_copy(update={"certificates": tuple(url for url, _ in written)})
 
 
 def _given(sealed: _Sealed, signing: Signing) -> Statement:
@@ -548,11 +555,12 @@ def verify_sealed(source: SourceSpec, certificates: Sequence[str], keys: Sequenc
 
 def _beside(certificates: Sequence[str], keys: Sequence[Key]) -> Iterator[Statement]:
     """The statements in other certificates of the same directories. Those that no key opens are left out."""
-    for parent in {os.path.dirname(os.path.abspath(url)) for url in certificates if "://" not in url}:
-        for info in open_location(parent).store.list_directory(parent).files:
-            if info.path.endswith(SUFFIX) and info.size_bytes <= _MOST_BYTES:
+    for url in {parent_and_name(canonical_url(url))[0] for url in certificates}:
+        place = open_location(url)
+        for name, info in place.store.list_directory(place.path).by_name.items():
+            if name.endswith(SUFFIX) and info.size_bytes <= _MOST_BYTES:
                 with suppress(IntegrityError):
-                    yield open_bundle(_text(info.path), keys, info.path)
+                    yield open_bundle(read_bytes(place.store, info), keys, info.path)
 
 
 def _chain(first: Statement, known: Mapping[str, Statement]) -> list[SealedStep]:
