@@ -54,6 +54,8 @@ class Quantization(StrEnum):
 
     FP8_BLOCK = "fp8-block"
     """e4m3, with one fp32 scale for each block of 128 by 128 numbers, as DeepSeek-V3 is published."""
+    INT8 = "int8"
+    """int8 with one scale for each row, and int8 activations, as compressed-tensors names W8A8."""
 
 
 DTYPE_NAMES: Mapping[str, str] = {

@@ -608,7 +608,7 @@ class WeightsOptions(FormatOptions):
     quantize: Annotated[
         Quantization | None,
         Option(
-            "Quantize linear layers: fp8-block is e4m3 with a scale for each 128x128 block; needs config.json.",
+            "Quantize linear layers: fp8-block has a scale for each 128x128 block, int8 one for each row.",
             Section.TARGET,
             14,
             label="Quantization",

@@ -1,4 +1,4 @@
-"""Blockwise FP8: the bits of transformers' own quantizer, models that it opens, and the errors that we say."""
+"""Linear layers in eight bits: the bits of others' own quantizers, models that transformers opens, and the errors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 import reshard
@@ -153,9 +156,10 @@ def test_the_result_says_the_errors(llama: Path, tmp_path: Path) -> None:
     assert _convert(llama, tmp_path / "a").casts == results[0]
 
 
-def test_a_virtual_target_has_the_same_bytes(llama: Path, tmp_path: Path) -> None:
-    _convert(llama, tmp_path / "out")
-    with reshard.open_layout(llama, to="safetensors", quantize="fp8-block", model_files=llama) as layout:
+@pytest.mark.parametrize("kind", ["fp8-block", "int8"])
+def test_a_virtual_target_has_the_same_bytes(kind: str, llama: Path, tmp_path: Path) -> None:
+    _convert(llama, tmp_path / "out", quantize=kind)
+    with reshard.open_layout(llama, to="safetensors", quantize=kind, model_files=llama) as layout:
         whole = (tmp_path / "out" / "model.safetensors").read_bytes()
         for begin, end in ((0, len(whole)), (100_001, 100_100), (400_000, 700_001)):
             assert layout.read("model.safetensors", begin, end - begin) == whole[begin:end]
@@ -200,3 +204,96 @@ def test_what_cannot_be_quantized_is_refused(llama: Path, tmp_path: Path) -> Non
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
     model.save_pretrained(llama)
     assert refused()[0] == "tensor.overflow"
+
+
+# -- int8 -----------------------------------------------------------------------------------------------
+
+
+def _rows_of_compressed_tensors(source: Path, scale: torch.dtype) -> dict[str, torch.Tensor]:
+    """The quantized weights and their scales as compressed-tensors makes them."""
+    args = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel", scale_dtype=scale)
+    found = {}
+    for name, value in _held(source).items():
+        if re.search(r"(self_attn|mlp)\..*\.weight$", name):
+            scales = calculate_qparams(value.amin(1, keepdim=True), value.amax(1, keepdim=True), args)[0].to(scale)
+            codes = quantize(value, scales, torch.zeros_like(scales), args, dtype=torch.int8)
+            found |= {name: codes, f"{name}_scale": scales}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ({}, torch.float32),
+        ({"part_size": 5000, "max_shard_size": 100_000, "verify": "full", "dtype": "bf16"}, torch.bfloat16),
+    ],
+    ids=["fp32", "bf16 in small units"],
+)
+def test_int8_has_the_bits_of_compressed_tensors(
+    options: dict[str, Any], scale: torch.dtype, llama: Path, tmp_path: Path
+) -> None:
+    result = _convert(llama, tmp_path / "out", quantize="int8", **options)
+    found, wanted, before = _held(tmp_path / "out"), _rows_of_compressed_tensors(llama, scale), _held(llama)
+    assert found.keys() == before.keys() | wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+    assert all(found[name].dtype == scale for name in before.keys() - wanted.keys())
+    assert reshard.verify(tmp_path / "out").ok
+    losses = {loss.fqn: loss for loss in result.casts if loss.relative_rms_error}
+    assert losses.keys() == {name for name in wanted if name.endswith(".weight")}
+    for name, loss in losses.items():
+        distance = (found[name].float() * found[f"{name}_scale"].float()).double() - before[name].double()
+        assert loss.largest_error == float(distance.abs().max())
+        rms = (distance.square().sum() / before[name].double().square().sum()).sqrt()
+        assert loss.relative_rms_error == pytest.approx(float(rms), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_transformers_opens_int8_by_compressed_tensors(kind: str, tmp_path: Path) -> None:
+    """Dequantized, the logits are those of the numbers in the files. Any lengths will do: a scale is of one row."""
+    torch.manual_seed(3)
+    sizes = {"llama": {"hidden_size": 96, "intermediate_size": 161}, "opt": {"ffn_dim": 97}}
+    source = model_of(kind, tie_word_embeddings=kind == "opt", **sizes[kind])
+    source.save_pretrained(tmp_path / "source")
+    result = _convert(tmp_path / "source", tmp_path / "out", dtype="bf16", quantize="int8", card=True)
+    assert not [w for w in result.warnings if "not quantized" in w]
+    args = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel")
+    found, values = _held(tmp_path / "out"), {}
+    for name, value in found.items():
+        if (scales := found.get(f"{name}_scale")) is not None:
+            values[name] = dequantize(value, scales, torch.zeros_like(scales), args, dtype=torch.bfloat16)
+        elif not name.endswith("_scale"):
+            values[name] = value
+    wanted = AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16)
+    wanted.load_state_dict(values, strict=False)
+    wanted.tie_weights()
+    tokens = torch.arange(10)[None]
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    assert not any(report.values()), report
+    compressed = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert sum(p.dtype == torch.int8 for p in compressed.parameters()) == sum(
+        v.dtype == torch.int8 for v in found.values()
+    )
+    with torch.no_grad():
+        logits = wanted.eval()(tokens).logits
+        assert torch.equal(model.eval()(tokens).logits, logits)
+        # Its activations are int8, too: close, and not the same.
+        close = compressed.eval()(tokens).logits
+    assert 0 < float((close - logits).abs().max()) < 0.1 * float(logits.abs().max())
+
+
+def test_int8_refuses_numbers_without_a_scale(llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    weight = model.model.layers[0].mlp.up_proj.weight.data
+    weight[3, 4] = 1e9  # its scale is beyond fp16
+    model.save_pretrained(llama)
+    error = raised(ReshardError, _convert, llama, tmp_path / "out", quantize="int8", dtype="fp16")
+    assert (error.code, (tmp_path / "out").exists()) == ("tensor.overflow", False)
+    weight[3, 4] = float("inf")
+    model.save_pretrained(llama)
+    error = raised(ReshardError, _convert, llama, tmp_path / "out", quantize="int8")
+    assert (error.code, (tmp_path / "out").exists()) == ("tensor.overflow", False)

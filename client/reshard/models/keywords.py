@@ -135,7 +135,7 @@ class OptionKeywords(TypedDict, total=False):
     base_model: str | None
     """Model of the hub that the run began from, for the card: ORG/NAME."""
     quantize: Quantization | str | None
-    """Quantize linear layers: fp8-block is e4m3 with a scale for each 128x128 block; needs config.json."""
+    """Quantize linear layers: fp8-block has a scale for each 128x128 block, int8 one for each row."""
     quantize_layers: str | None
     """Weights to quantize, where config.json names an architecture that is not known: NAME,NAME with `*`."""
     dp: int | None

@@ -10,14 +10,20 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, assert_never
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import IntegrityError, SourceError, printable
+from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.execute.casts.cast import CastKernel, Losses
+from reshard_engine.execute.casts.cast import (
+    CastKernel,
+    Losses,
+    Matrix,
+    elements_of_rows,
+    quantization_errors,
+    quantized,
+)
 from reshard_engine.execute.casts.placing import PlacedRows, Placer, ReadCounts
 from reshard_engine.execute.casts.rows import ByteArray, Column, Kind, Rows
 from reshard_engine.plan.budget import READ_BATCH_BYTES
@@ -27,12 +33,12 @@ from reshard_engine.tensors.layout import ZEROS, Body
 from reshard_engine.tensors.shard_map import Piece, Pieces, ShardMap, Strides
 from reshard_engine.tensors.views import (
     BLOCK_ROWS,
-    Blockwise,
     LoraBias,
     LoraMerge,
     Mean,
     Merged,
     NewRows,
+    Quantized,
     Spliced,
     Transposed,
     View,
@@ -324,7 +330,6 @@ def _last_place(layout: Strides) -> int:
 # Source: peft 0.21.2 `tuners/lora/layer.py` (`get_delta_weight`, `merge`), `tuners/lora/dora.py` (`get_weight_norm`),
 # `tuners/trainable_tokens/layer.py` (`merge`).
 
-Matrix = npt.NDArray[np.float32]
 ROW_BLOCK_ELEMS = 1 << 18
 """Number of elements that are merged at once; a longer row is merged whole."""
 
@@ -421,65 +426,6 @@ def _rounded(values: npt.NDArray[np.floating], dtype: Dtype, kernel: CastKernel)
     return data if values.dtype == np.float64 or dtype is FLOAT32 else kernel.cast(data, FLOAT32, dtype)
 
 
-# Blockwise FP8: a matrix in e4m3, and the fp32 scales of its blocks, a row of blocks at a time.
-
-_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-_MOST_FLOAT8 = np.float32(448)
-"""The largest number of e4m3."""
-_BLOCKS_AT_ONCE = 16
-"""Blocks whose numbers are scaled at once: 1 MiB of fp32."""
-
-
-def block_factors(values: Matrix) -> Matrix:
-    """The numbers by which the blocks of 128 rows of a matrix are multiplied before they are rounded to e4m3.
-
-    It is 448 times the reciprocal of the largest magnitude of a block, in fp32. A block whose factor no fp32 number
-    holds (it has zeros or numbers below 1.4e-36 alone) gets the factor 1. A reader multiplies by the reciprocals.
-
-    Source: transformers 5.23.0 `integrations/finegrained_fp8.py` (`Fp8Quantize._quantize_one`), of which this and
-    `quantized_rows` have the bits; verified by running.
-
-    Raises:
-        SourceError: `tensor.overflow` for a NaN or an infinity, with which a block has no scale.
-    """
-    blocks = values.reshape(BLOCK_ROWS, -1, BLOCK_ROWS)
-    largest = np.maximum(blocks.max(axis=(0, 2)), -blocks.min(axis=(0, 2)))
-    if not bool(np.isfinite(largest).all()):
-        raise SourceError(
-            "tensor.overflow",
-            "a weight has a NaN or an infinity, and its block has no scale in FP8",
-            fix="leave --quantize out, or choose an earlier checkpoint",
-        )
-    with np.errstate(divide="ignore", over="ignore"):
-        factors = np.float32(1) / largest * _MOST_FLOAT8  # torch divides a number by a tensor so
-    return np.where(np.isfinite(factors), factors, np.float32(1))
-
-
-def quantized_rows(values: Matrix, factors: Matrix) -> npt.NDArray[Any]:
-    """128 rows of a matrix in e4m3: its numbers times the factors of their blocks, to the nearest, ties to even."""
-    blocks = values.reshape(BLOCK_ROWS, -1, BLOCK_ROWS)
-    found = np.empty(blocks.shape, dtype=_FLOAT8)
-    for low in range(0, len(factors), _BLOCKS_AT_ONCE):
-        some = slice(low, low + _BLOCKS_AT_ONCE)
-        found[:, some] = np.clip(blocks[:, some] * factors[some, None], -_MOST_FLOAT8, _MOST_FLOAT8).astype(_FLOAT8)
-    return found.reshape(-1)
-
-
-def quantization_errors(values: Matrix, quantized: npt.NDArray[Any], numbers: Matrix, part: tuple[int, int]) -> Losses:
-    """The distances of what readers compute, with `numbers` for the blocks, from a part `[begin, end)` of 128 rows."""
-    begin, end = part
-    columns, lost = len(numbers) * BLOCK_ROWS, Losses()
-    number_of = np.repeat(numbers, BLOCK_ROWS)
-    for row in range(begin // columns, -(-end // columns)):
-        low, high = max(row * columns, begin), min((row + 1) * columns, end)
-        own = slice(low - row * columns, high - row * columns)
-        before = values[low:high].astype(np.float64)
-        distance = quantized[low:high].astype(np.float32) * number_of[own] - before
-        squares = float(np.square(distance).sum()), float(np.square(before).sum())
-        lost += Losses(0, 0, 0, 0, float(np.abs(distance).max()), *squares)
-    return lost
-
-
 # Elements that no file holds as they are (means, transposes, and weights with a merged adapter), computed in blocks.
 
 _MATRICES = 3
@@ -514,14 +460,14 @@ class ComputedElements:
         self._matrices: dict[int, Matrix] = {}
         self._turned: tuple[tuple[int, int], npt.NDArray[Any]] | None = None
 
-    def blocks(self, item: ReadItem, origin: Mean | Transposed | Blockwise | Merged) -> Iterator[Block]:
+    def blocks(self, item: ReadItem, origin: Mean | Transposed | Quantized | Merged) -> Iterator[Block]:
         """The elements of an item, a block at a time."""
         match origin:
             case Mean():
                 return self._mean(item, origin)
             case Transposed():
                 return self._transposed(item, origin)
-            case Blockwise():
+            case Quantized():
                 return self._quantized(item, origin)
             case LoraMerge():
                 return self._merged(item, origin)
@@ -570,21 +516,22 @@ class ComputedElements:
                 found[:, low:high] = held[low - begin : high - begin, first:last].T
         return found
 
-    def _quantized(self, item: ReadItem, rule: Blockwise) -> Iterator[Block]:
-        """The elements of a quantized matrix, or its scales, by rows of blocks."""
-        held = BLOCK_ROWS * self._map.tensors[rule.base].shape[1]
-        made = held // BLOCK_ROWS**2 if rule.scales else held
+    def _quantized(self, item: ReadItem, rule: Quantized) -> Iterator[Block]:
+        """The elements of a quantized matrix, or its scales, by runs of rows."""
+        rows, columns = self._map.tensors[rule.base].shape
+        made = elements_of_rows(rule, columns)
         counted = item.counted and not rule.scales
         for number in range(item.begin // made, -(-item.end // made)):
-            data = self._elements(rule.base, FLOAT32, number * held, (number + 1) * held, counted=counted)
-            values = data.view(np.float32)
-            factors = block_factors(values)
-            numbers = (np.float32(1) / factors).astype(np.float32)
-            found = numbers if rule.scales else quantized_rows(values, factors)
+            first = number * BLOCK_ROWS
+            last = min(first + BLOCK_ROWS, rows)
+            data = self._elements(rule.base, FLOAT32, first * columns, last * columns, counted=counted)
+            values = data.view(np.float32).reshape(-1, columns)
+            codes, scales, numbers = quantized(values, rule.kind, rule.scale)
+            found = (scales if rule.scales else codes).reshape(-1)
             low, high = max(number * made, item.begin), min((number + 1) * made, item.end)
             own = low - number * made, high - number * made
             if counted:
-                lost = self._losses.get(item.tensor, Losses()) + quantization_errors(values, found, numbers, own)
+                lost = self._losses.get(item.tensor, Losses()) + quantization_errors(values, codes, numbers, own)
                 self._losses[item.tensor] = lost
             yield low, found[slice(*own)].view(np.uint8)
 
@@ -712,7 +659,7 @@ class TensorReader:
                 return self._extents_of(item, memory)
             case Spliced():
                 return self._extents_of_spliced(item, origin, memory)
-            case Mean() | Transposed() | Blockwise() | LoraMerge() | LoraBias() | NewRows():
+            case Mean() | Transposed() | Quantized() | LoraMerge() | LoraBias() | NewRows():
                 self._compute(item, origin, memory)
             case _:
                 assert_never(origin)
@@ -732,7 +679,7 @@ class TensorReader:
             found += self._extents_of_derived(one, memory) if derived else self._extents_of(one, memory)
         return found
 
-    def _compute(self, item: ReadItem, origin: Mean | Transposed | Blockwise | Merged, memory: ByteArray) -> None:
+    def _compute(self, item: ReadItem, origin: Mean | Transposed | Quantized | Merged, memory: ByteArray) -> None:
         kind, size = self._kind(item), item.dtype.itemsize_bytes
         for low, data in self._computed.blocks(item, origin):
             at = item.at + (low - item.begin) * size

@@ -19,7 +19,7 @@ from reshard.errors import SourceError, printable
 from reshard.models.jobs import NotCarried
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.shard_map import LogicalTensor, ShardMap
-from reshard_engine.tensors.views import Blockwise, View
+from reshard_engine.tensors.views import Quantized, View
 
 MAX_NAME_BYTES = 255
 """Longest component of a path that file systems accept."""
@@ -238,7 +238,7 @@ class TargetLayout:
     files: tuple[TargetFile, ...]
     pointer: Pointer | None
     warnings: tuple[str, ...] = ()
-    parts: tuple[tuple[LogicalTensor, View | Blockwise], ...] = ()
+    parts: tuple[tuple[LogicalTensor, View | Quantized], ...] = ()
     """Tensors of the target that are made of the source's tensors. Their numbers follow those of the source."""
     not_carried: tuple[NotCarried, ...] = ()
     """Everything that the checkpoint holds and these files do not."""

@@ -20,6 +20,9 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from reshard.choices import Quantization
+from reshard_engine.tensors.dtypes import Dtype
+
 Column = npt.NDArray[np.int64]
 MAX_BOXES = 1 << 13
 """Most boxes of one view. A cut into a few sections over 4,096 ranks has fewer."""
@@ -270,23 +273,22 @@ class Transposed:
 
 
 @dataclass(frozen=True, slots=True)
-class Blockwise:
-    """A matrix in e4m3 with a scale for each block of 128 by 128 elements, or the matrix of its scales.
-
-    See `gather.block_factors` and `gather.quantized_rows`.
-    """
+class Quantized:
+    """A matrix in eight bits, or the matrix of its scales. See `casts.cast.quantized`."""
 
     base: int
-    """Both of its lengths are multiples of 128."""
+    kind: Quantization
+    scale: Dtype
+    """Type of the scales."""
     scales: bool
-    """True for the matrix of scales, in fp32."""
+    """True for the matrix of scales."""
 
 
 BLOCK_ROWS = 128
-"""Rows, and columns, of a block with one scale."""
+"""Rows of a matrix that are quantized at once. Blocks with one scale in FP8 have as many rows and columns."""
 Merged = LoraMerge | LoraBias | NewRows
 """Weights and biases with a merged adapter."""
-Derived = View | Mean | Transposed | Merged | Spliced | Blockwise
+Derived = View | Mean | Transposed | Merged | Spliced | Quantized
 """Tensors without bytes of their own in files. A view refers to stored and computed tensors, never to views."""
 Origin = Stored | Derived
 STORED = Stored()

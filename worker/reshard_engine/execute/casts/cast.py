@@ -8,15 +8,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from reshard.choices import Quantization
 from reshard.errors import RequestError, SourceError
 from reshard_engine.execute.casts.rows import ByteArray, Kind, Rows, copy_rows, starts_of
 from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.tensors.views import BLOCK_ROWS, Quantized
 
 # Casts of one tile, which is so small that it stays in a core's cache.
 #
@@ -402,3 +404,99 @@ def _cast_tile(tile: ByteArray, source: Dtype, target: Dtype, out: ByteArray, sc
     if target.name == "bfloat16":
         return narrow_to_bfloat16(values, out.view(np.uint16))
     return narrow_to_float16(values, out.view(np.uint16), scratch)
+
+
+# Matrices in eight bits, a run of at most 128 rows at a time.
+#
+# FP8: e4m3, and a scale in fp32 for each block of 128 by 128. It is the reciprocal of 448 times the reciprocal of the
+# block's largest magnitude, in fp32. A block whose factor no fp32 number holds (it has zeros or numbers below 1.4e-36
+# alone) has the scale 1. Source: transformers 5.23.0 `integrations/finegrained_fp8.py` (`Fp8Quantize._quantize_one`),
+# whose bits these are; verified by running.
+#
+# int8: from -128 to 127, and a scale for each row, its largest magnitude by 127.5, rounded to its type before numbers
+# are divided by it. A row of zeros has the least step of that type at 1. Source: compressed-tensors 0.20.0
+# `quantization/utils/helpers.py` (`calculate_qparams`: symmetric), `lifecycle/forward.py` (`_quantize`), whose bits
+# these are for fp32 weights; verified by running.
+
+Matrix = npt.NDArray[np.float32]
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_MOST_FLOAT8 = np.float32(448)
+"""The largest number of e4m3."""
+_BLOCKS_AT_ONCE = 16
+"""Blocks whose numbers are scaled at once: 1 MiB of fp32."""
+_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""The distance from 1 to the next number of each type."""
+_HALF_RANGE = np.float32(127.5)
+"""Half of the distance between the ends of int8."""
+
+
+def elements_of_rows(rule: Quantized, columns: int) -> int:
+    """The elements that 128 rows of a matrix have in the tensor that a rule makes of it."""
+    if not rule.scales:
+        return BLOCK_ROWS * columns
+    return columns // BLOCK_ROWS if rule.kind is Quantization.FP8_BLOCK else BLOCK_ROWS
+
+
+def quantized(values: Matrix, kind: Quantization, scale: Dtype) -> tuple[npt.NDArray[Any], npt.NDArray[Any], Matrix]:
+    """A run of rows of a matrix in eight bits.
+
+    Args:
+        values: `[rows, columns]`; for FP8, 128 rows and a multiple of 128 columns.
+        kind: How it is quantized.
+        scale: Type of the scales.
+
+    Returns:
+        The rows in eight bits; their scales, which the target holds; and the numbers by which readers multiply the
+        rows, in a shape that broadcasts with them.
+
+    Raises:
+        SourceError: `tensor.overflow` for a NaN or an infinity, with which there is no scale.
+    """
+    if kind is Quantization.FP8_BLOCK:
+        return _in_blocks(values)
+    scales = (_finite(np.maximum(values.max(axis=1), -values.min(axis=1))) / _HALF_RANGE)[:, None]
+    kept = _BFLOAT16 if scale.name == "bfloat16" else np.dtype(scale.name)
+    with np.errstate(over="ignore"):  # found below
+        stored = scales.astype(kept)
+    stored[stored == 0] = _EPS[scale.name]
+    numbers = _finite(stored.astype(np.float32))
+    codes = np.rint(np.clip(values / numbers, np.float32(-128), np.float32(127))).astype(np.int8)
+    return codes, stored, numbers
+
+
+def _finite(largest: Matrix) -> Matrix:
+    if not bool(np.isfinite(largest).all()):
+        raise SourceError(
+            "tensor.overflow",
+            "a weight has a NaN, an infinity or a number beyond the type of the scales, and cannot be quantized",
+            fix="leave --quantize out, or choose an earlier checkpoint",
+        )
+    return largest
+
+
+def _in_blocks(values: Matrix) -> tuple[npt.NDArray[Any], Matrix, Matrix]:
+    blocks = values.reshape(BLOCK_ROWS, -1, BLOCK_ROWS)
+    largest = _finite(np.maximum(blocks.max(axis=(0, 2)), -blocks.min(axis=(0, 2))))
+    with np.errstate(divide="ignore", over="ignore"):
+        factors = np.float32(1) / largest * _MOST_FLOAT8  # torch divides a number by a tensor so
+    factors = np.where(np.isfinite(factors), factors, np.float32(1))
+    codes = np.empty(blocks.shape, dtype=_FLOAT8)
+    for low in range(0, len(factors), _BLOCKS_AT_ONCE):
+        some = slice(low, low + _BLOCKS_AT_ONCE)
+        codes[:, some] = np.clip(blocks[:, some] * factors[some, None], -_MOST_FLOAT8, _MOST_FLOAT8).astype(_FLOAT8)
+    scales = (np.float32(1) / factors).astype(np.float32)
+    return codes.reshape(values.shape), scales, np.repeat(scales, BLOCK_ROWS)[None]
+
+
+def quantization_errors(values: Matrix, codes: npt.NDArray[Any], numbers: Matrix, part: tuple[int, int]) -> Losses:
+    """The distances of what readers compute from the elements `[begin, end)` of a run of rows."""
+    begin, end = part
+    columns, lost = values.shape[1], Losses()
+    number_of = np.broadcast_to(numbers, values.shape)
+    for row in range(begin // columns, -(-end // columns)):
+        own = slice(max(row * columns, begin) - row * columns, min((row + 1) * columns, end) - row * columns)
+        before = values[row, own].astype(np.float64)
+        distance = codes[row, own].astype(np.float32) * number_of[row, own] - before
+        squares = float(np.square(distance).sum()), float(np.square(before).sum())
+        lost += Losses(0, 0, 0, 0, float(np.abs(distance).max()), *squares)
+    return lost

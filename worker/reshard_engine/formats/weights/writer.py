@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
+from reshard.choices import Quantization
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
@@ -25,7 +26,7 @@ from reshard_engine.pickles.nodes import Node, PRuns, ordered_dict
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.layout import FileTemplate, TargetFile, TargetLayout, literal_template
 from reshard_engine.tensors.shard_map import LogicalTensor
-from reshard_engine.tensors.views import BLOCK_ROWS, Blockwise
+from reshard_engine.tensors.views import BLOCK_ROWS, Quantized
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -114,17 +115,20 @@ def _shards(weights: Sequence[Weight], limit_bytes: int) -> list[list[Weight]]:
     return shards
 
 
-# Linear layers in blockwise FP8, as DeepSeek-V3 is published: e4m3 weights, and `weight_scale_inv` in fp32, one scale
-# for each block of 128 by 128.
+# Linear layers in eight bits: in blockwise FP8 as DeepSeek-V3 is published (e4m3 weights, `weight_scale_inv` in fp32,
+# one scale for each block of 128 by 128), or in int8 as compressed-tensors has W8A8 (`weight_scale`, one for each row,
+# in the type that the weight would have).
 #
-# Which weights are of linear layers follows from `model_type`, or from the user. transformers makes an FP8 layer of
-# every `nn.Linear` that `modules_to_not_convert` does not name; so all other matrices are named there.
+# Which weights are of linear layers follows from `model_type`, or from the user. Loaders make a quantized layer of
+# every `nn.Linear` that the list in `config.json` does not name; so all other matrices are named there.
 #
 # Source: transformers 5.23.0 `integrations/finegrained_fp8.py` (`FP8Linear`, `replace_with_fp8_linear`),
 # `quantizers/base.py` (`get_modules_to_not_convert`: with a list of its own a model has no default one),
-# `utils/quantization_config.py` (`FineGrainedFP8Config`); verified by running. vLLM reads the same keys; not run.
+# `utils/quantization_config.py` (`FineGrainedFP8Config`); compressed-tensors 0.20.0 `config/base.py`
+# (`int-quantized`), `quantization/quant_config.py`; verified by running. vLLM reads the same keys; not run.
 
-_FLOAT8 = BY_NAME["float8_e4m3fn"]
+_CODES = {Quantization.FP8_BLOCK: BY_NAME["float8_e4m3fn"], Quantization.INT8: BY_NAME["int8"]}
+"""Type of the quantized weights."""
 _LAYER = r"(.+\.)?layers\.\d+\."
 _LLAMA = _LAYER + r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight"
 _LINEAR: Mapping[str, str] = {
@@ -139,39 +143,43 @@ _HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
-class _Quantized:
+class _Model:
     """The tensors and model files of a target, quantized if the request asks for it."""
 
     weights: list[Weight]
     model_files: Mapping[str, bytes]
-    parts: tuple[tuple[LogicalTensor, Blockwise], ...] = ()
+    parts: tuple[tuple[LogicalTensor, Quantized], ...] = ()
     warnings: tuple[str, ...] = ()
 
 
-def _quantized(checkpoint: Checkpoint, request: ConvertRequest, weights: list[Weight]) -> _Quantized:
-    """The weights with linear layers in FP8 and their scales, and `config.json` that says so.
+def _quantized(checkpoint: Checkpoint, request: ConvertRequest, weights: list[Weight]) -> _Model:
+    """The weights with linear layers in eight bits and their scales, and `config.json` that says so.
 
     Raises:
         RequestError: `request.unsatisfiable` if nothing says which layers are linear, or none of them can be quantized.
     """
-    if request.options.weights.quantize is None:
-        return _Quantized(weights, checkpoint.model_files)
+    kind = request.options.weights.quantize
+    if kind is None:
+        return _Model(weights, checkpoint.model_files)
     config = _config_to_quantize(checkpoint)
     matrices = [w for w in weights if len(w.shape) == 2 and w.fqn.endswith(".weight") and w.dtype.floating]
     linear = _linear_layers(matrices, request.options.weights.quantize_layers, config)
-    odd = {_joined(w.fqn) for w in linear if any(n % BLOCK_ROWS for n in w.shape) or w.dtype.itemsize_bytes == 1}
+    step, why = 1, "of eight bits already"
+    if kind is Quantization.FP8_BLOCK:
+        step, why = BLOCK_ROWS, f"lengths are no multiples of {BLOCK_ROWS}, or {why}"
+    odd = {_joined(w.fqn) for w in linear if any(n % step for n in w.shape) or w.dtype.itemsize_bytes == 1}
     chosen = {w.fqn for w in linear if _joined(w.fqn) not in odd}
     kept = [w.fqn for w in linear if w.fqn not in chosen]
     if not chosen:
         raise RequestError(
             "request.unsatisfiable",
-            f"none of {counted(len(linear), 'linear layer')} has lengths that are multiples of {BLOCK_ROWS}",
+            f"none of {counted(len(linear), 'linear layer')} can be quantized: {why}",
             fix="leave --quantize out",
         )
-    parts: list[tuple[LogicalTensor, Blockwise]] = []
+    parts: list[tuple[LogicalTensor, Quantized]] = []
     found: list[Weight] = []
     for weight in weights:
-        for one in _in_blocks(weight) if weight.fqn in chosen else ():
+        for one in _with_scales(weight, kind) if weight.fqn in chosen else ():
             found.append(
                 Weight(
                     one[0].fqn, len(checkpoint.shard_map.tensors) + len(parts), one[0].dtype, one[0].shape, one[0].numel
@@ -182,16 +190,26 @@ def _quantized(checkpoint: Checkpoint, request: ConvertRequest, weights: list[We
             found.append(weight)
     aliases = [a for a, owner in checkpoint.shared.items() if any(owner == m.fqn for m in matrices)]
     others = {name.removesuffix(".weight") for name in (*aliases, *(m.fqn for m in matrices if m.fqn not in chosen))}
-    said = config | {"quantization_config": _quantization_config(sorted({*others, _HEAD}))}
+    said = config | {"quantization_config": _quantization_config(kind, sorted({*others, _HEAD}))}
     data = json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"
-    note = (
-        f"{counted(len(kept), 'linear layer')} not quantized: lengths are no multiples of {BLOCK_ROWS}: {listed(kept)}"
-    )
+    note = f"{counted(len(kept), 'linear layer')} not quantized: {why}: {listed(kept)}"
     files = {**checkpoint.model_files, "config.json": data}
-    return _Quantized(found, files, tuple(parts), (note,) if kept else ())
+    return _Model(found, files, tuple(parts), (note,) if kept else ())
 
 
-def _quantization_config(others: Sequence[str]) -> dict[str, Any]:
+def _quantization_config(kind: Quantization, others: Sequence[str]) -> dict[str, Any]:
+    if kind is Quantization.INT8:
+        whole = {"num_bits": 8, "type": "int", "symmetric": True}
+        weights = {**whole, "strategy": "channel", "dynamic": False}
+        activations = {**whole, "strategy": "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(others),
+        }
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -246,13 +264,18 @@ def _joined(fqn: str) -> tuple[str, str]:
     return (fqn, "") if found is None else (found["layer"], "gated" if found["gated"] else "attention")
 
 
-def _in_blocks(weight: Weight) -> tuple[tuple[LogicalTensor, Blockwise], ...]:
-    scales = f"{weight.fqn}_scale_inv"
+def _with_scales(weight: Weight, kind: Quantization) -> Iterator[tuple[LogicalTensor, Quantized]]:
+    """A quantized weight and its scales."""
     rows, columns = weight.shape
-    grid = rows // BLOCK_ROWS, columns // BLOCK_ROWS
-    return (
-        (LogicalTensor(weight.fqn, "value", _FLOAT8, weight.shape), Blockwise(weight.tensor, scales=False)),
-        (LogicalTensor(scales, "value", FLOAT32, grid), Blockwise(weight.tensor, scales=True)),
+    if kind is Quantization.FP8_BLOCK:
+        name, shape, scale = "scale_inv", (rows // BLOCK_ROWS, columns // BLOCK_ROWS), FLOAT32
+    else:
+        name, shape, scale = "scale", (rows, 1), weight.dtype
+    codes = LogicalTensor(weight.fqn, "value", _CODES[kind], weight.shape)
+    yield codes, Quantized(weight.tensor, kind, scale, scales=False)
+    yield (
+        LogicalTensor(f"{weight.fqn}_{name}", "value", scale, shape),
+        Quantized(weight.tensor, kind, scale, scales=True),
     )
 
 
