@@ -22,6 +22,8 @@ RANKS = "fsdp_ranks: verl"
 """Two files for each of two ranks, and a description that verl's merger reads."""
 EVERY_LAYOUT, ONE_LAYOUT, BUCKETS = "megatron: torch_dist", "megatron: ranks", "megatron: buckets"
 """Megatron-core's distributed checkpoint, directories of two ranks, and optimizers in buckets of two."""
+INT8 = "safetensors: int8"
+"""A quantized matrix with its scales beside weights, and a `config.json` that says so."""
 STEP = "iter_0000007"
 """The name that Megatron-core's tracker names."""
 MEGATRON_RUN = MegatronRun(tensor=2, layers=1, hidden=6, said={"accumulate_allreduce_grads_in_fp32": True})
@@ -30,6 +32,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     TargetFormat.UNIVERSAL: {"part_bytes": 4096},
     TargetFormat.SAFETENSORS: {"part_bytes": 1024, "max_shard_bytes": 4000},
     TargetFormat.TORCH: {"part_bytes": 2048, "max_shard_bytes": 4000},
+    INT8: {
+        "to": "safetensors", "part_bytes": 1024, "verify": "full",
+        "options": {"weights": {"quantize": "int8", "quantize_layers": "embed.weight"}},
+    },
     STATE_DICT: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"framework": "state-dict", "files": 2}}},
     RANKS: {
         "to": "fsdp_ranks", "part_bytes": 4096,
@@ -51,6 +57,8 @@ def write_sources(root: Path) -> Path:
     """Every checkpoint that `sources_of` names, below a directory."""
     write_source(root / "run")
     write_source(root / "other", seed=1)
+    for number, name in enumerate(("config_run", "config_other")):
+        (write_source(root / name, seed=number) / "config.json").write_text('{"model_type": "of ours"}')
     write_megatron_source(root / "megatron_run")
     write_megatron_source(root / "megatron_other", seed=1)
     return root
@@ -70,7 +78,8 @@ def write_megatron_source(directory: Path, *, seed: int = 0) -> Path:
 
 def sources_of(to: str) -> tuple[str, str]:
     """The names of two checkpoints that such a target is made of."""
-    return ("megatron_run", "megatron_other") if to.startswith("megatron") else ("run", "other")
+    kind = "megatron_" if to.startswith("megatron") else "config_" if to == INT8 else ""
+    return f"{kind}run", f"{kind}other"
 
 
 def name_of(request: ConvertRequest) -> str:
@@ -81,5 +90,7 @@ def name_of(request: ConvertRequest) -> str:
 def small_request(source: str, parent: str, to: str, **options: Any) -> ConvertRequest:
     """One unit at a time, so that operations have the same numbers each time."""
     wanted = {"to": to, **OPTIONS[to], "threads": 1, **options}
+    if to == INT8:
+        wanted["model_files"] = source
     name = STEP if to.startswith("megatron") else NAME
     return asked(source=SourceSpec(url=source), target=f"{parent}/{name}", **wanted)
