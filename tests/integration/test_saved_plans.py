@@ -75,8 +75,10 @@ def test_the_file_itself_is_the_body_of_a_submission(client: Client, file: Path)
 
 def test_a_submission_of_a_plan_that_has_changed_is_refused(client: Client, file: Path, tmp_path: Path) -> None:
     os.utime(tmp_path / "run1" / "global_step3" / OTHER, ns=(1, 1))
-    error = raised(RequestError, lambda: client.submit_request(read_plan(file)))
-    assert (error.code, error.details["changed"]) == ("request.plan_changed", [OTHER])
+    submit = lambda: client.submit_request(read_plan(file))  # noqa: E731
+    convert = lambda: reshard.convert(plan=file, url=client.url)  # noqa: E731
+    for error in (raised(RequestError, submit), raised(RequestError, convert)):
+        assert (error.code, error.details["changed"]) == ("request.plan_changed", [OTHER])
 
 
 def test_a_plan_of_a_service_is_saved(service: str, tmp_path: Path) -> None:
