@@ -8,15 +8,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from google.protobuf import json_format
 from in_toto_attestation.v1 import statement as in_toto
 from model_signing import verifying
+from moto.server import ThreadedMotoServer
 from securesystemslib.dsse import Envelope
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
@@ -393,6 +396,29 @@ def test_a_key_of_another_service_signs_through_its_library(place: Path) -> None
     )
     written(place, report)
     assert check(place).ok
+
+
+def test_a_key_of_aws_signs_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto's KMS hashes the digest that it is sent once more, which it says it does: so does this check."""
+    server = ThreadedMotoServer(port=0, ip_address="127.0.0.1", verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "test")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        service = boto3.client("kms")
+        number = service.create_key(KeySpec="ECC_NIST_P256", KeyUsage="SIGN_VERIFY")["KeyMetadata"]["KeyId"]
+        public: Any = serialization.load_der_public_key(service.get_public_key(KeyId=number)["PublicKey"])
+        spki = serialization.PublicFormat.SubjectPublicKeyInfo
+        (place / "kms.pub").write_bytes(public.public_bytes(serialization.Encoding.PEM, spki))
+        report = reshard.seal(place / "run", key=f"awskms:{number}", public_key=place / "kms.pub", progress=False)
+    finally:
+        server.stop()
+    envelope = Envelope.from_dict(json.loads(report.certificate)["dsseEnvelope"])
+    (signature,) = envelope.signatures.values()
+    public.verify(bytes.fromhex(signature.signature), sha256(envelope.pae()).digest(), ec.ECDSA(hashes.SHA256()))
 
 
 def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
