@@ -26,7 +26,6 @@ import obstore
 import s3fs
 from obstore.store import S3Store as ObstoreS3
 
-from reshard_engine.storage.profiles import profile_named
 from reshard_engine.storage.s3 import S3Store
 from servers.s3 import s3_server
 
@@ -35,7 +34,7 @@ _RANGE_BYTES = 8 << 20
 
 def _contenders(size_bytes: int, concurrency: int) -> dict[str, Callable[[], int]]:
     ranges = [(at, min(_RANGE_BYTES, size_bytes - at)) for at in range(0, size_bytes, _RANGE_BYTES)]
-    ours = S3Store(profile_named(None))
+    ours = S3Store.of_profile(None)
     info = ours.stat("bench/object")
     if info is None:
         raise RuntimeError("the object is not there")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from servers.fixtures import s3
+from servers.fixtures import s3, store, store_bucket
 
-__all__ = ["s3"]
+__all__ = ["s3", "store", "store_bucket"]

@@ -14,9 +14,9 @@ from faults import memory_trials
 from faults.small import write_sources
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.testing.stores import MemoryStore
-from servers.fixtures import bucket, make_stack, postgres, redis, s3, server_directory, sqlite_url
+from servers.fixtures import bucket, make_stack, postgres, redis, s3, server_directory, sqlite_url, store, store_bucket
 
-__all__ = ["bucket", "make_stack", "postgres", "redis", "s3", "server_directory", "sqlite_url"]
+__all__ = ["bucket", "make_stack", "postgres", "redis", "s3", "server_directory", "sqlite_url", "store", "store_bucket"]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Journal and commit of the engine: killed, interrupted, raced and resumed runs, on local disk and on S3."""
+"""Journal and commit of the engine: killed, interrupted, raced and resumed runs, on local disk and in object stores."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.storage.profiles import S3Profile
-from reshard_engine.storage.protocol import ObjectInfo, PartInfo
-from reshard_engine.storage.s3 import S3Store
+from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo
 from servers.s3 import S3Server
+from servers.stores import ObjectServer
 
 PART_BYTES = 5 << 20
 
@@ -141,20 +141,21 @@ def test_discard_removes_staging(big: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def bucket(bucket: str, s3: S3Server) -> Generator[str]:
-    """A bucket in which no upload is left behind."""
-    yield bucket
-    uploads = s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads") or []
-    assert uploads == [], "a multipart upload was left behind"
+def room(store: ObjectServer, store_bucket: str) -> Generator[str]:
+    """A bucket of each kind of store in which no upload is left behind."""
+    yield store_bucket
+    assert store.unfinished(store_bucket) == [], "an upload was left behind"
 
 
-def test_s3_to_s3_gives_the_same_bytes(s3: S3Server, bucket: str, big: Path, expected: dict[str, bytes]) -> None:
-    s3.upload(big, bucket, "source")
-    request = _request(f"s3://{bucket}/source", f"s3://{bucket}/out/global_step7_universal")
+def test_store_to_store_gives_the_same_bytes(
+    store: ObjectServer, room: str, big: Path, expected: dict[str, bytes]
+) -> None:
+    store.upload(big, room, "source")
+    request = _request(f"{store.scheme}://{room}/source", f"{store.scheme}://{room}/out/global_step7_universal")
     engine = load_engine()
     result = engine.convert(request)
     assert result.write_bytes == sum(map(len, expected.values()))
-    found = s3.read_all(bucket, "out")
+    found = store.read_all(room, "out")
     assert found.pop("latest_universal") == b"global_step7_universal"
     found.pop("global_step7_universal/reshard.json")
     assert {k.removeprefix("global_step7_universal/"): v for k, v in found.items()} == expected
@@ -163,10 +164,10 @@ def test_s3_to_s3_gives_the_same_bytes(s3: S3Server, bucket: str, big: Path, exp
 
 
 @pytest.mark.parametrize("stop_after", rest_full([1, 4, 9], 1, 9))
-def test_stopped_s3_run_resumes_or_is_discarded(
-    s3: S3Server, bucket: str, big: Path, expected: dict[str, bytes], stop_after: int
+def test_stopped_run_in_a_store_resumes_or_is_discarded(
+    store: ObjectServer, room: str, big: Path, expected: dict[str, bytes], stop_after: int
 ) -> None:
-    request = _request(big, f"s3://{bucket}/out/global_step7_universal", threads=2)
+    request = _request(big, f"{store.scheme}://{room}/out/global_step7_universal", threads=2)
     engine = load_engine()
     asked = 0
 
@@ -179,111 +180,103 @@ def test_stopped_s3_run_resumes_or_is_discarded(
         nonlocal asked
         asked = 0
         assert raised(ReshardError, engine.convert, request, should_stop=stop).code == "job.cancelled"
-        keys = s3.read_all(bucket, "out/global_step7_universal").keys()
+        keys = store.read_all(room, "out/global_step7_universal").keys()
         assert not any(k.endswith(("_states.pt", "optimizer_state.pt", "reshard.json")) for k in keys)
-        assert "latest_universal" not in s3.read_all(bucket, "out")
+        assert "latest_universal" not in store.read_all(room, "out")
 
     stopped()
     engine.discard(request)
-    assert s3.read_all(bucket, "") == {}
+    assert store.read_all(room, "") == {}
     stopped()
     result = engine.convert(request)
     assert result.resumed_bytes > 0
-    found = s3.read_all(bucket, "out/global_step7_universal")
+    found = store.read_all(room, "out/global_step7_universal")
     found.pop("reshard.json")
     assert found == expected
-    assert {k for k in s3.read_all(bucket, "") if ".reshard-" in k} == set()
+    assert {k for k in store.read_all(room, "") if ".reshard-" in k} == set()
 
 
-class LostAcknowledgements(S3Store):
-    """Does what it is asked, then says that it failed: the first time for each kind of call."""
+def _losing(store: ObjectStore, lost: set[str]) -> None:
+    """Let a store do what it is asked, then say that it failed: the first time for each kind of call."""
+    put, complete = store.put, store.complete_multipart
 
-    lost: set[str]
-
-    def _lose(self, kind: str) -> None:
-        if kind not in self.lost:
-            self.lost.add(kind)
+    def lose(kind: str) -> None:
+        if kind not in lost:
+            lost.add(kind)
             raise StorageError("storage.unavailable", f"the reply to {kind} was lost")
 
-    def put(
-        self,
-        path: str,
-        data: bytes | memoryview,
-        *,
-        metadata: Mapping[str, str],
-        if_absent: bool,
-        crc32: int | None = None,
+    def losing_put(
+        path: str, data: bytes, *, metadata: Mapping[str, str], if_absent: bool, **options: Any
     ) -> ObjectInfo:
-        info = super().put(path, data, metadata=metadata, if_absent=if_absent, crc32=crc32)
+        info = put(path, data, metadata=metadata, if_absent=if_absent, **options)
         if metadata and if_absent:
-            self._lose("manifest" if path.endswith("reshard.json") else "put")
+            lose("manifest" if path.endswith("reshard.json") else "put")
         return info
 
-    def complete_multipart(self, path: str, upload_id: str, parts: Sequence[PartInfo]) -> None:
-        super().complete_multipart(path, upload_id, parts)
-        self._lose("complete")
+    def losing_complete(path: str, upload_id: str, parts: Sequence[PartInfo]) -> None:
+        complete(path, upload_id, parts)
+        lose("complete")
+
+    vars(store).update(put=losing_put, complete_multipart=losing_complete)
 
 
 def test_lost_acknowledgements_are_resolved_by_reading_back(
-    s3: S3Server, bucket: str, big: Path, expected: dict[str, bytes]
+    store: ObjectServer, room: str, big: Path, expected: dict[str, bytes]
 ) -> None:
-    request = _request(big, f"s3://{bucket}/out/global_step7_universal")
+    request = _request(big, f"{store.scheme}://{room}/out/global_step7_universal")
     conversion = Conversion.prepare(request)
-    store = conversion.target.store
-    assert isinstance(store, S3Store)
-    store.__class__ = LostAcknowledgements
-    assert isinstance(store, LostAcknowledgements)
-    store.lost = set()
+    target, lost = conversion.target.store, set[str]()
+    assert isinstance(target, ObjectStore)
+    _losing(target, lost)
     conversion.run(on_progress=None, should_stop=None)
-    assert store.lost == {"put", "complete", "manifest"}
-    found = s3.read_all(bucket, "out/global_step7_universal")
+    assert lost == {"put", "complete", "manifest"}
+    found = store.read_all(room, "out/global_step7_universal")
     found.pop("reshard.json")
     assert found == expected
     assert load_engine().verify(request.target).ok
 
 
-def test_another_plan_gets_a_conflict_until_it_overwrites(s3: S3Server, bucket: str, big: Path) -> None:
-    target = f"s3://{bucket}/out/model"
+def test_another_plan_gets_a_conflict_until_it_overwrites(store: ObjectServer, room: str, big: Path) -> None:
+    target = f"{store.scheme}://{room}/out/model"
     engine = load_engine()
     first = _request(big, target, to=TargetFormat.SAFETENSORS)
     with pytest.raises(ReshardError):
         engine.convert(first, should_stop=iter([False, True, True]).__next__)
     other = _request(big, target, to=TargetFormat.SAFETENSORS, dtype=WeightDtype.BF16)
-    claim = s3.read_all(bucket, "out/.model.reshard-claim")
+    claim = store.read_all(room, "out/.model.reshard-claim")
     error = raised(ReshardError, engine.convert, other)
     assert error.code in {"request.target_busy", "request.target_exists"}
     assert len(claim) == 1
-    assert s3.read_all(bucket, "out/.model.reshard-claim") == claim, "the refused one left the first one's claim alone"
+    assert store.read_all(room, "out/.model.reshard-claim") == claim, "the refused one left the first one's claim alone"
     assert "--overwrite" in error.fix
-    uploads = s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads") or []
-    assert len(uploads) == 1, "the stopped run left its upload for a resume"
+    assert len(store.unfinished(room)) == 1, "the stopped run left its upload for a resume"
     engine.convert(other.model_copy(update={"overwrite": True}))
-    assert not s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads"), "and the next one removed it"
-    assert set(s3.read_all(bucket, "")) == {"out/model/model.safetensors", "out/model/reshard.json"}
+    assert not store.unfinished(room), "and the next one removed it"
+    assert set(store.read_all(room, "")) == {"out/model/model.safetensors", "out/model/reshard.json"}
     assert engine.verify(target).ok
     assert raised(ReshardError, engine.convert, first).code == "request.target_exists"
 
 
 def test_clean_leaves_what_has_written_lately_and_removes_what_nobody_goes_on_with(
-    s3: S3Server, bucket: str, big: Path
+    store: ObjectServer, room: str, big: Path
 ) -> None:
-    target = f"s3://{bucket}/out/model"
+    target = f"{store.scheme}://{room}/out/model"
     engine = load_engine()
     with pytest.raises(ReshardError):
         engine.convert(
             _request(big, target, to=TargetFormat.SAFETENSORS), should_stop=iter([False, True, True]).__next__
         )
-    before = s3.read_all(bucket, "")
+    before = store.read_all(room, "")
     found = engine.clean(target)
     assert {"claim", "journal", "upload"} <= {item.kind for item in found.leftovers}
     assert all(item.in_use for item in found.leftovers)
     assert not found.removed
-    assert s3.read_all(bucket, "") == before
+    assert store.read_all(room, "") == before
     assert not engine.clean(target, dry_run=True, idle=True).removed
-    assert s3.read_all(bucket, "") == before
+    assert store.read_all(room, "") == before
     assert engine.clean(target, idle=True).removed
-    assert not s3.read_all(bucket, "")
-    assert not s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads")
+    assert not store.read_all(room, "")
+    assert not store.unfinished(room)
     assert engine.clean(target).leftovers == ()
 
 
@@ -298,13 +291,13 @@ def _crash_before_the_pointer(request: ConvertRequest, monkeypatch: pytest.Monke
 
 
 def test_crash_between_manifest_and_pointer_is_finished_by_the_next_run(
-    s3: S3Server, bucket: str, big: Path, monkeypatch: pytest.MonkeyPatch
+    store: ObjectServer, room: str, big: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = _request(big, f"s3://{bucket}/out/global_step7_universal")
+    request = _request(big, f"{store.scheme}://{room}/out/global_step7_universal")
     _crash_before_the_pointer(request, monkeypatch)
-    assert "latest_universal" not in s3.read_all(bucket, "out")
+    assert "latest_universal" not in store.read_all(room, "out")
     assert load_engine().convert(request).already_done
-    keys = set(s3.read_all(bucket, ""))
+    keys = set(store.read_all(room, ""))
     assert "out/latest_universal" in keys
     assert not any(".reshard-" in k for k in keys)
 
@@ -356,28 +349,29 @@ def test_profiles_name_credentials(
 
 
 def test_discard_between_manifest_and_pointer_leaves_nothing_readable(
-    s3: S3Server, bucket: str, big: Path, monkeypatch: pytest.MonkeyPatch
+    store: ObjectServer, room: str, big: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = _request(big, f"s3://{bucket}/out/global_step7_universal")
+    request = _request(big, f"{store.scheme}://{room}/out/global_step7_universal")
     _crash_before_the_pointer(request, monkeypatch)
     load_engine().discard(request)
-    assert s3.read_all(bucket, "") == {}
+    assert store.read_all(room, "") == {}
     load_engine().convert(request)
     load_engine().discard(request)
     assert load_engine().verify(request.target).ok, "a finished conversion is nobody's to discard"
 
 
-def test_the_store_refuses_other_bytes_than_were_meant(bucket: str) -> None:
+def test_the_store_refuses_other_bytes_than_were_meant(store: ObjectServer, room: str) -> None:
     """Damaged between checksum and wire: a real store compares, and keeps nothing."""
-    store, data = S3Store(S3Profile()), b"x" * PART_BYTES
+    ours, data = open_location(f"{store.scheme}://{room}").store, b"x" * PART_BYTES
+    assert isinstance(ours, ObjectStore)
     wrong = zlib.crc32(data) ^ 1
-    error = raised(StorageError, store.put, f"{bucket}/small", data[:100], metadata={}, if_absent=True, crc32=wrong)
+    error = raised(StorageError, ours.put, f"{room}/small", data[:100], metadata={}, if_absent=True, crc32=wrong)
     assert error.code == "storage.unavailable"
-    upload = store.create_multipart(f"{bucket}/large", metadata={})
-    error = raised(StorageError, store.put_part, f"{bucket}/large", upload, 1, memoryview(data), crc32=wrong)
+    upload = ours.create_multipart(f"{room}/large", metadata={})
+    error = raised(StorageError, ours.put_part, f"{room}/large", upload, 1, memoryview(data), crc32=wrong)
     assert error.code == "storage.unavailable"
-    assert store.stat(f"{bucket}/small") is None
-    assert not store.list_parts(f"{bucket}/large", upload)
-    part = store.put_part(f"{bucket}/large", upload, 1, memoryview(data), crc32=zlib.crc32(data))
-    store.complete_multipart(f"{bucket}/large", upload, [PartInfo(1, len(data), part.etag, zlib.crc32(data))])
-    assert store.stat(f"{bucket}/large") is not None
+    assert ours.stat(f"{room}/small") is None
+    assert not ours.list_parts(f"{room}/large", upload)
+    part = ours.put_part(f"{room}/large", upload, 1, memoryview(data), crc32=zlib.crc32(data))
+    ours.complete_multipart(f"{room}/large", upload, [PartInfo(1, len(data), part.etag, zlib.crc32(data))])
+    assert ours.stat(f"{room}/large") is not None

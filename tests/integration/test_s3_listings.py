@@ -20,8 +20,7 @@ from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard_engine.storage.profiles import S3Profile
-from reshard_engine.storage.s3 import S3Store
+from reshard_engine.storage.s3 import S3Profile, S3Store
 from servers.answering import Handler, answering
 from servers.proxy import LoggingProxy, logging_proxy
 from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server

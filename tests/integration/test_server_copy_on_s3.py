@@ -19,9 +19,8 @@ from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import NativeLayout, SourceSpec
 from reshard_engine.integrity.manifest import parse_manifest
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
-from reshard_engine.storage.s3 import S3Store
+from reshard_engine.storage.s3 import S3Profile, S3Store
 from servers.s3 import S3Server
 
 ENGINE = load_engine()

@@ -15,7 +15,6 @@ from typing import TypeVar
 from reshard.errors import StorageError
 from reshard_engine.execute.sinks.local import LocalJournal
 from reshard_engine.storage.locations import serving
-from reshard_engine.storage.profiles import profile_named
 from reshard_engine.storage.s3 import S3Store
 from reshard_engine.testing.stores import FaultyStore, Steps
 from reshard_worker import runner
@@ -53,7 +52,7 @@ def main() -> int:
         append(self, record)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
 
     LocalJournal.append = counted  # type: ignore[method-assign] # pyright: ignore[reportAttributeAccessIssue]
-    with serving("s3", FaultyStore(S3Store(profile_named(None)), steps)):
+    with serving("s3", FaultyStore(S3Store.of_profile(None), steps)):
         return runner.main()
 
 

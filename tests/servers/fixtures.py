@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -16,11 +16,15 @@ from servers.postgres import PostgresServer, postgres_server
 from servers.redis import redis_server
 from servers.s3 import S3Server, s3_server
 from servers.stack import Stack
+from servers.stores import ObjectServer
 
 _Server = TypeVar("_Server")
 _POSTGRES = pytest.StashKey[PostgresServer]()
 _REDIS = pytest.StashKey[str]()
-_S3 = pytest.StashKey[S3Server]()
+STORES: Mapping[str, tuple[pytest.StashKey[ObjectServer], Callable[[Path], AbstractContextManager[ObjectServer]]]] = {
+    "s3": (pytest.StashKey(), s3_server),
+}
+"""The servers by which tests of any object store run; one that cannot run here calls `pytest.skip`."""
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +61,28 @@ def redis(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def s3(request: pytest.FixtureRequest) -> S3Server:
     """SeaweedFS."""
-    return started_once(request.config, _S3, lambda: _in_its_directory(s3_server))
+    found = _started(request, "s3")
+    assert isinstance(found, S3Server)
+    return found
+
+
+def _started(request: pytest.FixtureRequest, kind: str) -> ObjectServer:
+    key, server = STORES[kind]
+    return started_once(request.config, key, lambda: _in_its_directory(server))
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest) -> ObjectServer:
+    """Each kind of object store; a server that cannot run here is skipped with the reason."""
+    return _started(request, request.param)
+
+
+@pytest.fixture
+def store_bucket(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A bucket of its own in each kind of object store, and an environment that finds its server."""
+    for name, value in store.env().items():
+        monkeypatch.setenv(name, value)
+    return store.new_bucket()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import boto3  # pyright: ignore[reportMissingTypeStubs]
 import httpx
 
 from servers.process import free_port, running
+from servers.stores import upload
 
 ACCESS_KEY = "testkey"
 SECRET_KEY = "testsecret123"
@@ -25,6 +26,7 @@ class S3Server:
     """Where the server is and who may use it."""
 
     endpoint: str
+    scheme: str = "s3"
 
     def env(self, endpoint: str | None = None) -> dict[str, str]:
         """Environment variables with which any S3 client finds the server (or a proxy before it)."""
@@ -59,10 +61,20 @@ class S3Server:
 
     def upload(self, directory: Path, bucket: str, prefix: str) -> None:
         """Put every file of a directory under a prefix."""
-        client = self.client()
-        for path in sorted(directory.rglob("*")):
-            if path.is_file():
-                client.put_object(Bucket=bucket, Key=f"{prefix}/{path.relative_to(directory)}", Body=path.read_bytes())
+        upload(self, directory, bucket, prefix)
+
+    def put(self, bucket: str, key: str, data: bytes) -> None:
+        """Write an object."""
+        self.client().put_object(Bucket=bucket, Key=key, Body=data)
+
+    def delete(self, bucket: str, key: str) -> None:
+        """Remove an object."""
+        self.client().delete_object(Bucket=bucket, Key=key)
+
+    def unfinished(self, bucket: str) -> list[str]:
+        """The keys of all unfinished multipart uploads."""
+        found = self.client().list_multipart_uploads(Bucket=bucket)
+        return [str(entry["Key"]) for entry in found.get("Uploads", ())]
 
     def read_all(self, bucket: str, prefix: str) -> dict[str, bytes]:
         """Every object under a prefix, by its key relative to it."""

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from reshard.errors import StorageError
 from reshard_engine.storage.locations import serving
-from reshard_engine.storage.profiles import profile_named
 from reshard_engine.storage.s3 import S3Store
 from reshard_engine.testing.stores import FaultyStore, Steps
 from reshard_worker import runner
@@ -43,7 +42,7 @@ class DoomedRecords(Steps):
 def main() -> int:
     steps = DoomedRecords()
 
-    with serving("s3", FaultyStore(S3Store(profile_named(None)), steps)):
+    with serving("s3", FaultyStore(S3Store.of_profile(None), steps)):
         return runner.main()
 
 

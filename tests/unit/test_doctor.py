@@ -51,7 +51,7 @@ def test_missing_credentials_concern_only_users_of_s3_and_say_what_to_export() -
     code, found = findings()
     assert code == 0
     assert (found["credentials"][0]["health"], found["credentials"][0]["fix"]) == ("ok", "")
-    assert "only for s3://" in found["credentials"][0]["text"]
+    assert "none for s3://" in found["credentials"][0]["text"]
     code, found = findings("s3://bucket/run1")
     assert found["credentials"][0]["health"] == "warn"
     assert "AWS_ACCESS_KEY_ID" in found["credentials"][0]["fix"]

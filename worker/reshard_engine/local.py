@@ -52,7 +52,7 @@ from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.locations import WRITABLE_URLS, open_location
 from reshard_engine.storage.texts import write_text
 
 if TYPE_CHECKING:
@@ -397,7 +397,7 @@ class LocalEngine:
             raise RequestError(
                 "request.unknown_scheme",
                 f"nothing can be written to {printable(request.target)}",
-                fix="give a local path or s3://bucket/path",
+                fix=f"give {WRITABLE_URLS}",
             )
         if plans is None:
             sink.discard_all()

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from reshard.errors import ReshardError, counted, format_size, printable
 from reshard.local import LEAST_FREE_BYTES, Finding, Health, install_line
 from reshard_engine.execute.casts.placing import DEVICE_VARIABLE, default_kernel
 from reshard_engine.execute.sinks.free_space import room_at
-from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.locations import WRITABLE, open_location, service_store
 from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named, profile_names
+from reshard_engine.storage.protocol import ServiceStore
 from reshard_engine.storage.urls import is_local, scheme_of
 
 _GPU = "/dev/nvidiactl"
+_USUAL = "s3"
 
 
 def checkup(places: Sequence[str], profile: str | None) -> Iterator[Finding]:
     """Yield what each check finds. Nothing is written."""
     yield _libraries()
     yield _gpu()
-    yield from _credentials(needed=any(scheme_of(place) == "s3" for place in places if not is_local(place)))
+    yield from _credentials({scheme_of(place) for place in places if not is_local(place)})
     for place in places:
         yield _place(place, profile)
 
@@ -63,41 +64,42 @@ def _gpu() -> Finding:
     return Finding("gpu", Health.OK, f"{name}, {format_size(free_bytes)} of {format_size(total_bytes)} free")
 
 
-def _credentials(*, needed: bool) -> Iterator[Finding]:
+def _credentials(schemes: Set[str]) -> Iterator[Finding]:
+    """Check the profiles, and the credentials for these schemes; S3 is always told about, for most have it."""
+    kinds: dict[str, type[ServiceStore]] = {}
+    for scheme in WRITABLE:
+        try:
+            kinds[scheme] = service_store(scheme)
+        except ReshardError as error:
+            if scheme in schemes or scheme == _USUAL:
+                yield Finding("credentials", Health.WARN, error.message, error.fix)
     try:
         names = profile_names()
         for name in names:
-            profile_named(name)
+            profile_named(name, *(kind.profiles for kind in kinds.values()))
     except ReshardError as error:
         yield Finding.of_error("credentials", error)
         return
     if names:
         yield Finding("credentials", Health.OK, f"profiles of {PROFILES_VARIABLE}: {', '.join(map(printable, names))}")
+    for scheme, kind in kinds.items():
+        if scheme in schemes or scheme == _USUAL:
+            yield from _credentials_for(kind, needed=scheme in schemes and not names, told=not names)
+
+
+def _credentials_for(kind: type[ServiceStore], *, needed: bool, told: bool) -> Iterator[Finding]:
     try:
-        from botocore import exceptions, session as aws
-    except ModuleNotFoundError:
-        yield Finding("credentials", Health.WARN, "s3:// needs botocore", install_line("worker"))
+        found = kind.credentials()
+    except ReshardError as error:
+        yield Finding("credentials", Health.FAIL, error.message, error.fix, error.code)
         return
-    # The address of a cloud machine's own credentials would be asked for seconds where there is none.
-    session: Any = aws.Session()
-    session.set_config_variable("metadata_service_timeout", 1)
-    session.set_config_variable("metadata_service_num_attempts", 1)
-    try:
-        found = session.get_credentials()
-    except exceptions.BotoCoreError as error:
-        yield Finding(
-            "credentials", Health.FAIL, f"S3: {printable(str(error))}", "correct ~/.aws/config", "storage.denied"
-        )
-        return
-    if found is None:
-        fix = f"export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=..., or a profile in {PROFILES_VARIABLE}"
-        if needed and not names:
-            yield Finding("credentials", Health.WARN, "none for S3: s3:// URLs will be refused", fix)
-        elif not names:
-            yield Finding("credentials", Health.OK, "none for S3 (only for s3://)")
-        return
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "Amazon's endpoint"
-    yield Finding("credentials", Health.OK, f"S3: from {found.method}, for {printable(endpoint)}")
+    shown = f"{kind.scheme}://"
+    if found is not None:
+        yield Finding("credentials", Health.OK, found)
+    elif needed:
+        yield Finding("credentials", Health.WARN, f"none for {shown}: its URLs will be refused", kind.credentials_fix)
+    elif told:
+        yield Finding("credentials", Health.OK, f"none for {shown} (only for its URLs)")
 
 
 def _place(url: str, profile: str | None) -> Finding:

@@ -9,7 +9,7 @@ from reshard.errors import RequestError, printable
 from reshard.models.jobs import CleanReport, ConvertRequest, Progress, SlimResult
 from reshard_engine.operations.conversion import Conversion, sink_for
 from reshard_engine.operations.into_directory import moved_out
-from reshard_engine.storage.locations import Location, open_location
+from reshard_engine.storage.locations import WRITABLE_URLS, Location, open_location
 from reshard_engine.storage.protocol import parent_and_name
 
 IDLE_S = 3_600.0
@@ -30,7 +30,7 @@ def clean_target(target: Location, *, dry_run: bool, idle_s: float = IDLE_S) -> 
         raise RequestError(
             "request.unknown_scheme",
             f"nothing can be written to {printable(target.url)}, so no conversion left files there",
-            fix="name a local path or s3://",
+            fix=f"name {WRITABLE_URLS}",
         )
     found, below = sink.leftovers(idle_s=idle_s), sink.targets_below()
     removed = not dry_run and sink.clean(found)

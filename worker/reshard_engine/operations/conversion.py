@@ -53,7 +53,7 @@ from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.spans import begin_span
 from reshard_engine.storage.local import translated
-from reshard_engine.storage.locations import Location, open_location
+from reshard_engine.storage.locations import WRITABLE_URLS, Location, open_location
 from reshard_engine.storage.protocol import join, parent_and_name, save_directory
 from reshard_engine.storage.urls import is_within, refuse_writing_outside, scheme_of
 from reshard_engine.tensors.layout import Pointer, TargetLayout
@@ -405,7 +405,7 @@ class Conversion:
             raise RequestError(
                 "request.unknown_scheme",
                 f"{scheme_of(request.target)}:// can only be read",
-                fix="write to a local path or to s3://",
+                fix=f"write to {WRITABLE_URLS}",
             )
         try:
             checkpoint = requested_checkpoint(request, source)

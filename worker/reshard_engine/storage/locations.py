@@ -7,15 +7,24 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
+from reshard.local import install_line
 from reshard_engine.storage.local import LocalStore, changed
-from reshard_engine.storage.profiles import profile_named
-from reshard_engine.storage.protocol import Listing, ObjectInfo, Store, join
+from reshard_engine.storage.protocol import Listing, ObjectInfo, ServiceStore, Store, join
 from reshard_engine.storage.urls import canonical_url, is_local, is_within, scheme_of
 
+WRITABLE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "s3": ("reshard_engine.storage.s3", "S3Store", "worker"),
+    }
+)
+"""Schemes of the stores that can be written: module and class of a `ServiceStore`, and the extra that installs it."""
+WRITABLE_URLS = ", ".join(["a local path", *(f"{scheme}://bucket/path" for scheme in WRITABLE)])
+"""What a user may write in place of a URL that can only be read."""
 _NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
 """fsspec file systems that cannot list directories, or that wrap another one."""
 _SERVED: ContextVar[Mapping[str, Store]] = ContextVar("served", default=MappingProxyType({}))
@@ -57,7 +66,7 @@ def open_location(url: str, profile: str | None = None, *, beside: Location | No
         beside: Another location. If it is in the same service, the new location uses its store and connections.
 
     Raises:
-        RequestError: `request.unknown_scheme` if no installed fsspec backend serves the scheme,
+        RequestError: `request.unknown_scheme` if nothing that is installed serves the scheme,
             `request.invalid` as in `storage.urls.canonical_url`.
     """
     name = canonical_url(url)
@@ -66,14 +75,29 @@ def open_location(url: str, profile: str | None = None, *, beside: Location | No
     scheme, path = scheme_of(url), name.partition("://")[2]
     if (served := _SERVED.get().get(scheme)) is not None:
         return Location(served, path, name)
-    if scheme == "s3":
-        from reshard_engine.storage.s3 import S3Store  # botocore costs 0.25 s to import: only where S3 is used
-
-        found = profile_named(profile)
-        if beside is not None and isinstance(beside.store, S3Store) and beside.store.profile == found:
-            return Location(beside.store, path, name)
-        return Location(S3Store(found), path, name)
+    if scheme in WRITABLE:
+        kind = service_store(scheme)
+        return Location(kind.of_profile(profile, None if beside is None else beside.store), path, name)
     return Location(_generic(scheme), path, name)
+
+
+def service_store(scheme: str) -> type[ServiceStore]:
+    """The class of stores that serves one of the schemes of `WRITABLE`.
+
+    Raises:
+        RequestError: `request.unknown_scheme` if what it needs is not installed.
+    """
+    module, name, extra = WRITABLE[scheme]
+    try:
+        # botocore costs 0.25 s to import, and others more: each is imported where its scheme is used.
+        found: type[ServiceStore] = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            "request.unknown_scheme",
+            f"{scheme}:// needs {printable(str(error.name))}, which is not installed",
+            fix=install_line(extra),
+        ) from None
+    return found
 
 
 def _generic(scheme: str) -> Store:
@@ -99,7 +123,7 @@ def _unserved(scheme: str, reason: str) -> RequestError:
     return RequestError(
         "request.unknown_scheme",
         f"no storage backend serves {printable(scheme)!r}: {printable(reason)}",
-        fix="use a local path, s3://, or install the fsspec backend of that scheme",
+        fix=f"name {WRITABLE_URLS}, or install the fsspec backend of that scheme",
     )
 
 
@@ -139,7 +163,7 @@ def refuse_hub_link_elsewhere(location: Location, path: str) -> None:
     refuse_link_elsewhere(location, path, also=blobs)
 
 
-# A read-only store over any other fsspec file system that lists directories: gs, az, hdfs, memory and others.
+# A read-only store over any other fsspec file system that lists directories: hdfs, memory and others.
 
 _RAISED = (OSError, ValueError, ImportError)
 """Exceptions of file systems: system errors, paths that they do not accept, and missing packages."""

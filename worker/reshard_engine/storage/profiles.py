@@ -8,14 +8,15 @@
     secret_access_key = "..."
     region = "us-east-1"
 
-Without a profile the usual AWS environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) is used.
+Each kind of store says which keys its profiles have, and which environment counts without a profile.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,17 +24,7 @@ from reshard.errors import RequestError, printable
 
 PROFILES_VARIABLE = "RESHARD_PROFILES"
 _PROFILES = TypeAdapter(dict[str, dict[str, str]])
-
-
-@dataclass(frozen=True, slots=True)
-class S3Profile:
-    """The endpoint and credentials of one S3 service. The secrets never appear in `repr`."""
-
-    endpoint_url: str | None = None
-    access_key_id: str | None = None
-    secret_access_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
-    region: str | None = None
+_Profile = TypeVar("_Profile")
 
 
 def _read_profiles(path: str) -> dict[str, dict[str, str]]:
@@ -63,15 +54,17 @@ def profile_names() -> tuple[str, ...]:
     return tuple(_read_profiles(path)) if path else ()
 
 
-def profile_named(name: str | None) -> S3Profile:
-    """The profile of this name; for None, the profile that the environment variables describe.
+def profile_named(name: str, *kinds: type[_Profile]) -> _Profile:
+    """The profile of this name.
+
+    Args:
+        name: The name.
+        kinds: Dataclasses whose fields are the keys that a profile may have; the first one that fits is made.
 
     Raises:
-        RequestError: `request.unknown_profile` if the operator has not configured this name.
+        RequestError: `request.unknown_profile` if the operator has not configured this name, `request.invalid` if no
+            kind has all of its keys.
     """
-    if name is None:
-        # The endpoint is needed to tell if two locations are in one service (`S3Store.reaches`).
-        return S3Profile(endpoint_url=os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"))
     path = os.environ.get(PROFILES_VARIABLE)
     table: dict[str, dict[str, str]] = {}
     if path:
@@ -83,11 +76,16 @@ def profile_named(name: str | None) -> S3Profile:
             fix=f"add it to the TOML file that {PROFILES_VARIABLE} names, or leave the profile out",
         )
     entry = table[name]
-    allowed = {"endpoint_url", "access_key_id", "secret_access_key", "session_token", "region"}
-    if unknown := sorted(set(entry) - allowed):
-        raise RequestError(
-            "request.invalid",
-            f"storage profile {printable(name)!r} has unknown keys {unknown}",
-            fix=f"remove them from the file that {PROFILES_VARIABLE} names; known are {', '.join(sorted(allowed))}",
-        )
-    return S3Profile(**entry)
+    for kind in kinds:
+        if set(entry) <= _keys(kind):
+            return kind(**entry)
+    allowed = _keys(kinds[0])
+    raise RequestError(
+        "request.invalid",
+        f"storage profile {printable(name)!r} has unknown keys {sorted(set(entry) - allowed)}",
+        fix=f"remove them from the file that {PROFILES_VARIABLE} names; known are {', '.join(sorted(allowed))}",
+    )
+
+
+def _keys(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind)}

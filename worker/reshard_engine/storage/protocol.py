@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 DELETED_AT_ONCE = 1000
 """Most objects that one request removes (Amazon S3, `DeleteObjects`)."""
@@ -147,6 +147,35 @@ class ObjectStore(Store, Protocol):
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
         """Abort an upload. An upload that no longer exists is not an error."""
+        ...
+
+
+class ServiceStore(ObjectStore, Protocol):
+    """A class of object stores that a service keeps, for one scheme of URLs. A path is `bucket/key`."""
+
+    profiles: type[Any]
+    """The dataclass whose fields are the keys of its storage profiles."""
+    credentials_fix: str
+    """What to do if there are no credentials."""
+
+    @classmethod
+    def of_profile(cls, name: str | None, beside: Store | None = None) -> ServiceStore:
+        """The store of a profile; for None, that of the environment. No request is sent.
+
+        `beside` itself is returned if it is the same service under the same credentials.
+
+        Raises:
+            RequestError: As in `storage.profiles.profile_named`.
+        """
+        ...
+
+    @staticmethod
+    def credentials() -> str | None:
+        """Where the credentials of the environment come from, without secrets, and for which service; None without any.
+
+        Raises:
+            StorageError: `storage.denied` if they cannot be read.
+        """
         ...
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import base64
 import http.client
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
 from typing import Any
@@ -25,7 +27,7 @@ from botocore.config import Config
 from reshard.errors import ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.crc32 import crc32
 from reshard_engine.storage.local import changed
-from reshard_engine.storage.profiles import S3Profile
+from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named
 from reshard_engine.storage.protocol import DELETED_AT_ONCE, Listing, ObjectInfo, PartInfo, Store, join
 
 # botocore has no type information: its results are checked where they are used.
@@ -196,11 +198,32 @@ def _split(path: str) -> tuple[str, str]:
     return bucket, key
 
 
+@dataclass(frozen=True, slots=True)
+class S3Profile:
+    """The endpoint and credentials of one S3 service. The secrets never appear in `repr`.
+
+    What is None comes from the usual AWS environment and files (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...).
+    """
+
+    endpoint_url: str | None = None
+    access_key_id: str | None = None
+    secret_access_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+    region: str | None = None
+
+    @classmethod
+    def from_environment(cls) -> S3Profile:
+        """The profile without a name. Its endpoint is needed to tell if two locations are in one service."""
+        return cls(endpoint_url=os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"))
+
+
 class S3Store:
     """One S3 service. Paths are `bucket/key`."""
 
     scheme = "s3"
     min_part_bytes = 5 << 20
+    profiles = S3Profile
+    credentials_fix = f"export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=..., or a profile in {PROFILES_VARIABLE}"
 
     def __init__(self, profile: S3Profile, *, connections: int = 64) -> None:
         """Make the client; nothing is sent until the first call."""
@@ -228,6 +251,26 @@ class S3Store:
             ),
             **options,
         )
+
+    @classmethod
+    def of_profile(cls, name: str | None, beside: Store | None = None) -> S3Store:
+        """See `ServiceStore`."""
+        profile = S3Profile.from_environment() if name is None else profile_named(name, S3Profile)
+        return beside if isinstance(beside, S3Store) and beside.profile == profile else cls(profile)
+
+    @staticmethod
+    def credentials() -> str | None:
+        """See `ServiceStore`."""
+        # The address of a cloud machine's own credentials would be asked for seconds where there is none.
+        session: Any = botocore.session.Session()
+        session.set_config_variable("metadata_service_timeout", 1)
+        session.set_config_variable("metadata_service_num_attempts", 1)
+        try:
+            found = session.get_credentials()
+        except botocore.exceptions.BotoCoreError as error:
+            raise StorageError("storage.denied", f"S3: {printable(str(error))}", fix="correct ~/.aws/config") from None
+        endpoint = S3Profile.from_environment().endpoint_url or "Amazon's endpoint"
+        return None if found is None else f"S3: from {found.method}, for {printable(endpoint)}"
 
     # -- names and listings -----------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from reshard.errors import IntegrityError, RequestError, SourceError, StorageError, as_text, printable
 from reshard_engine.storage.local_writes import write_all, writing
-from reshard_engine.storage.locations import Location
+from reshard_engine.storage.locations import WRITABLE_URLS, Location
 from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, join, read_bytes
 
 MAX_TEXT_BYTES = 64 << 20
@@ -274,7 +274,7 @@ def write_text(location: Location, text: bytes) -> None:
         raise RequestError(
             "request.unknown_scheme",
             f"nothing can be written to {printable(location.url)}",
-            fix="give a local path or s3://bucket/path",
+            fix=f"give {WRITABLE_URLS}",
         )
 
 
