@@ -36,6 +36,8 @@ TITANS := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.1
   torch_checkpointing==0.1.1 verl==0.9.1 skyrl==0.3.0 torchtune==0.6.1 megatron-core==0.16.1
 # Megatron-core's saves of before 0.15 hold optimizer states in two more ways; tests make such saves with this version.
 OLD_MEGATRON := megatron-core==0.14.0
+# Microsoft's emulator of Azure Blob Storage, for the tests of az://. Without node they are skipped.
+AZURITE := azurite@3.37.0
 COMMA  := ,
 
 # Programs of the environment are found by those that start them: weed, celery, ninja.
@@ -59,6 +61,8 @@ $(READY): pyproject.toml constraints.txt
 	$(call install,$(VENV),all$(COMMA)dev)
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TITAN) $(TITANS) 2>>$(VENV)/install.log
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/megatron-old $(OLD_MEGATRON) 2>>$(VENV)/install.log
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/azurite $(AZURITE) \
+	  >>$(VENV)/install.log 2>&1 || echo "Azurite was not installed (npm): tests of az:// are skipped"; fi
 	@touch $@
 
 setup: $(READY) ## install everything into .venv (about 2 minutes)

@@ -12,15 +12,14 @@ from house.budget import budget_lines
 from house.measured import said, say
 from house.order import longest_first
 from house.subjects import SUBJECTS, mark_subjects
-from house.tiers import SHARES, sample_files, sampling_turn, take_turns
-from servers.fixtures import STORES
+from house.tiers import SHARES, STORES, sample_files, sampling_turn, take_turns
 
 # A busy machine keeps an example waiting for longer than Hypothesis's 200 ms. In CI its own profile has no deadline.
 if settings.get_current_profile_name() == "default":
     settings.register_profile("default", deadline=None)
 
 _DRIVERS = ("embedded", "celery")
-TURNS = {"stack": _DRIVERS, "stacks": _DRIVERS, "api": _DRIVERS, "place": ("local", "s3"), "store": tuple(STORES)}
+TURNS = {"stack": _DRIVERS, "stacks": _DRIVERS, "api": _DRIVERS, "place": ("local", "s3"), "store": STORES}
 """Parameters of which each test gets one value, unless `full` asks for all: drivers of a service, kinds of storage."""
 
 

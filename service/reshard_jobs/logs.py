@@ -30,15 +30,15 @@ FIELDS = ("job", "attempt", "run", "tenant", "trace_id")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _TALKATIVE = (
     # At DEBUG, these write signed headers, bodies of requests or SQL parameters, and at INFO whole URLs.
-    *("aiobotocore", "amqp", "asyncio", "boto3", "botocore", "fsspec", "hpack", "httpcore", "httpx", "kombu"),
+    *("aiobotocore", "amqp", "asyncio", "azure", "boto3", "botocore", "fsspec", "hpack", "httpcore", "httpx", "kombu"),
     *("multipart", "opentelemetry", "psycopg", "python_multipart", "requests", "s3fs", "s3transfer", "sqlalchemy"),
     *("sse_starlette", "urllib3"),
 )
 _HIDDEN = "[hidden]"
-_SECRET_NAME = re.compile(r"(?:token|secret|password|secret_access_key|api_key|_key)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(?:token|secret|password|secret_access_key|api_key|_key|connection_string)$", re.IGNORECASE)
 _PASSWORD_IN_URL = re.compile(r"://[^/@\s:]*:([^/@\s]+)@")
 _SIGNED = re.compile(
-    r"(?i)\b((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|signature|token|access_token)=)[^&\s\"'<>]+"
+    r"(?i)\b((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|signature|token|access_token|accountkey)=)[^&\s\"'<>]+"
     r"|((?:bearer|basic)\s+)[^\s\"'<>,]{6,}"
 )
 _LEAST_SECRET_CHARS = 8

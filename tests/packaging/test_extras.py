@@ -58,10 +58,11 @@ def _plain(name: str) -> str:
 
 OTEL = {_plain(name) for name in packages_distributions()["opentelemetry"]}
 SIGNING = {"cryptography", "securesystemslib"}
+AZURE = {"requests", *(_plain(name) for name in packages_distributions()["azure"])}
 GUESTS = {
     "": {"ipython"},
-    "service": {"ipython", "torch", *OTEL, *SIGNING},
-    "worker": {"ipython", *OTEL, *SIGNING},
+    "service": {"ipython", "torch", *OTEL, *SIGNING, *AZURE},
+    "worker": {"ipython", *OTEL, *SIGNING, *AZURE},
 }
 """Looked for before they are imported: the code does without, or says which extra has it."""
 

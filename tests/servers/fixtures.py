@@ -12,6 +12,8 @@ from typing import TypeVar
 import pytest
 
 from house.shared import started_once
+from house.tiers import STORES
+from servers.azure import azure_server
 from servers.postgres import PostgresServer, postgres_server
 from servers.redis import redis_server
 from servers.s3 import S3Server, s3_server
@@ -21,8 +23,9 @@ from servers.stores import ObjectServer
 _Server = TypeVar("_Server")
 _POSTGRES = pytest.StashKey[PostgresServer]()
 _REDIS = pytest.StashKey[str]()
-STORES: Mapping[str, tuple[pytest.StashKey[ObjectServer], Callable[[Path], AbstractContextManager[ObjectServer]]]] = {
+_STORES: Mapping[str, tuple[pytest.StashKey[ObjectServer], Callable[[Path], AbstractContextManager[ObjectServer]]]] = {
     "s3": (pytest.StashKey(), s3_server),
+    "az": (pytest.StashKey(), azure_server),
 }
 """The servers by which tests of any object store run; one that cannot run here calls `pytest.skip`."""
 
@@ -61,20 +64,21 @@ def redis(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def s3(request: pytest.FixtureRequest) -> S3Server:
     """SeaweedFS."""
-    found = _started(request, "s3")
+    found = started(request, "s3")
     assert isinstance(found, S3Server)
     return found
 
 
-def _started(request: pytest.FixtureRequest, kind: str) -> ObjectServer:
-    key, server = STORES[kind]
+def started(request: pytest.FixtureRequest, kind: str) -> ObjectServer:
+    """The server of a kind, one for each process of tests."""
+    key, server = _STORES[kind]
     return started_once(request.config, key, lambda: _in_its_directory(server))
 
 
 @pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest) -> ObjectServer:
     """Each kind of object store; a server that cannot run here is skipped with the reason."""
-    return _started(request, request.param)
+    return started(request, request.param)
 
 
 @pytest.fixture

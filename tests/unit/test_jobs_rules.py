@@ -51,7 +51,7 @@ def test_every_phase_has_a_state() -> None:
         "s3://b%2fteam/x",
         "s3://%62/x",
         "gs://b/x%2fy",
-        "abfs://b/team/%2E%2E/x",
+        "hdfs://b/team/%2E%2E/x",
         "sftp://b/x%00",
         "file://localhost",
         "s3://b/x?versionId=1",

@@ -20,6 +20,7 @@ from reshard_engine.storage.urls import canonical_url, is_local, is_within, sche
 WRITABLE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         "s3": ("reshard_engine.storage.s3", "S3Store", "worker"),
+        "az": ("reshard_engine.storage.azure", "AzureStore", "azure"),
     }
 )
 """Schemes of the stores that can be written: module and class of a `ServiceStore`, and the extra that installs it."""

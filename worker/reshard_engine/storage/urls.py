@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from reshard.errors import SEE_HELP, RequestError, printable
 
 LOCAL_SCHEMES = ("file", "local")
-_ALIASES = {"s3a": "s3", "s3n": "s3"}
+_ALIASES = {"s3a": "s3", "s3n": "s3", "abfs": "az", "abfss": "az"}
 _HOSTS = ("", "localhost")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_LITERAL = frozenset({"s3", "mem"})
-"""Schemes whose keys hold `%` as any other character: our own stores, and fsspec's and the AWS tools' S3. `%2e%2e` is a
-name of six characters there, and leads nowhere."""
+_LITERAL = frozenset({"s3", "az", "mem"})
+"""Schemes whose keys hold `%` as any other character: our own stores, and fsspec's and the vendors' tools. `%2e%2e` is
+a name of six characters there, and leads nowhere."""
 _PERCENT = re.compile("%[0-9A-Fa-f]{2}")
 
 
@@ -60,6 +60,13 @@ def canonical_url(url: str) -> str:
         # A parser that reads queries, fragments or fsspec's chains in another way would open another location.
         raise RequestError("request.invalid", f"{printable(url)} is not a plain URL", fix="write s3://bucket/path")
     bucket, _, key = rest.partition("/")
+    _, at, account = bucket.partition("@")
+    if at and scheme_of(url) in _LITERAL:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(url)} names an account, which only the environment or a storage profile says",
+            fix=f"write {scheme_of(url)}://{printable(rest.replace(at + account, '', 1))}",
+        )
     if "%" in bucket or (scheme_of(url) not in _LITERAL and _PERCENT.search(key)):
         raise RequestError(
             "request.invalid",

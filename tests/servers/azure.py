@@ -1,0 +1,112 @@
+"""A real server of Azure Blob Storage: Azurite, Microsoft's emulator, one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from servers.process import free_port, running
+from servers.stores import upload
+
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The account that every Azurite has (its README). The key is public."""
+_PROGRAM = Path(sys.prefix) / "azurite" / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
+"""Where `make setup` installs it."""
+
+
+@dataclass(frozen=True)
+class AzureServer:
+    """Where the server is and who may use it."""
+
+    endpoint: str
+    scheme: str = "az"
+
+    def env(self, endpoint: str | None = None) -> dict[str, str]:
+        """Environment variables with which any client finds the server (or a proxy before it)."""
+        return {
+            "AZURE_STORAGE_CONNECTION_STRING": f"AccountName={ACCOUNT};AccountKey={KEY};"
+            f"BlobEndpoint={endpoint or self.endpoint}/{ACCOUNT};"
+        }
+
+    def client(self) -> Any:
+        """The official client: the tests' own eyes."""
+        from azure.storage.blob import BlobServiceClient  # an extra, which the environments of some tests leave out
+
+        return BlobServiceClient.from_connection_string(self.env()["AZURE_STORAGE_CONNECTION_STRING"])
+
+    def new_bucket(self) -> str:
+        """Create a container that no other test has; its name."""
+        name = f"test-{os.urandom(6).hex()}"
+        self.client().create_container(name)
+        return name
+
+    def put(self, bucket: str, key: str, data: bytes) -> None:
+        """Write a blob."""
+        self.client().get_blob_client(bucket, key).upload_blob(data, overwrite=True)
+
+    def delete(self, bucket: str, key: str) -> None:
+        """Remove a blob."""
+        self.client().get_blob_client(bucket, key).delete_blob()
+
+    def upload(self, directory: Path, bucket: str, prefix: str) -> None:
+        """Put every file of a directory under a prefix."""
+        upload(self, directory, bucket, prefix)
+
+    def read_all(self, bucket: str, prefix: str) -> dict[str, bytes]:
+        """Every blob under a prefix, by its name relative to it."""
+        client = self.client().get_container_client(bucket)
+        names = [entry.name for entry in client.list_blobs(prefix)]
+        return {name.removeprefix(prefix).lstrip("/"): client.download_blob(name).readall() for name in names}
+
+    def unfinished(self, bucket: str) -> list[str]:
+        """The names of all blobs with blocks of an upload that was not aborted.
+
+        Azure cannot drop blocks. An aborted upload has a block with the last number.
+        """
+        client = self.client().get_container_client(bucket)
+        found: list[str] = []
+        for entry in client.list_blobs(include=["uncommittedblobs"]):
+            _, blocks = client.get_blob_client(entry.name).get_block_list("uncommitted")
+            tags = {block.id[7:19] for block in blocks} - {b.id[7:19] for b in blocks if b.id[19:24] == "99999"}
+            found += [entry.name] * len(tags)
+        return found
+
+
+@contextmanager
+def azure_server(directory: Path) -> Generator[AzureServer]:
+    """Azurite with its data in `directory`."""
+    pytest.importorskip("azure.storage.blob", reason="az:// needs reshard[azure]")
+    node = shutil.which("node")
+    if node is None or not _PROGRAM.exists():
+        pytest.skip("az:// needs node, and Azurite below the environment: make setup")
+    port = free_port()
+    # It knows the REST versions of some months before the newest client.
+    argv = [
+        *(node, str(_PROGRAM), "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(directory)),
+        *("--silent", "--disableTelemetry", "--skipApiVersionCheck"),
+    ]
+    directory.mkdir(parents=True, exist_ok=True)
+    endpoint = f"http://127.0.0.1:{port}"
+
+    def healthy() -> bool:
+        try:
+            return httpx.get(f"{endpoint}/{ACCOUNT}", timeout=1.0).status_code > 0
+        except httpx.TransportError:
+            return False
+
+    with running(
+        argv, env=os.environ, log=directory / "azurite.log", cwd=directory, stop_sign=signal.SIGKILL
+    ) as process:
+        process.wait_until(healthy)
+        yield AzureServer(endpoint)
