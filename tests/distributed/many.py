@@ -20,8 +20,9 @@ from reshard.shared_work import SharedWork
 from reshard_engine.distributed.checks import CheckItem, Checks
 from reshard_engine.operations.shared_checks import AgreementChecks, FullChecks
 from reshard_engine.storage.local import LocalStore
+from reshard_engine.storage.locations import WRITABLE, service_store
 from reshard_engine.storage.protocol import ObjectInfo
-from reshard_engine.storage.s3 import S3Store
+from reshard_engine.storage.urls import scheme_of
 
 CALL_S = 0.04
 """Each read waits for so long, as for a network: waiting is what the workers divide."""
@@ -90,8 +91,8 @@ def _forked(
     status = 1
     try:
         read: Counter[str] = Counter()
-        source = request.source.url.removeprefix("s3://") + "/"
-        for store in (LocalStore, S3Store):
+        scheme, source = scheme_of(request.source.url), request.source.url.rpartition("://")[2] + "/"
+        for store in (LocalStore, *([service_store(scheme)] if scheme in WRITABLE else [])):
             _count_reads(store, source, read)
         for checks in (AgreementChecks, FullChecks):
             _log_checks(checks, directory / f"{number}.log")

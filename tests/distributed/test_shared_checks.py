@@ -27,7 +27,7 @@ from reshard_engine.distributed.checks import AGREEMENTS, FILES, GATHERING, SOUR
 from reshard_engine.distributed.session import SessionMember
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.shared_checks import FullChecks
-from servers.s3 import S3Server
+from servers.stores import ObjectServer
 
 WORKERS = 4
 PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(16)] + [("embed.weight", (2048, 256))]
@@ -116,26 +116,22 @@ def test_each_worker_reads_its_part_on_a_directory(to: str, source: Path, tmp_pa
 @pytest.mark.parametrize(
     "to", ["universal", *(pytest.param(t, marks=pytest.mark.full) for t in ("zero", "safetensors"))]
 )
-def test_each_worker_reads_its_part_on_s3(
-    to: str, source: Path, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+def test_each_worker_reads_its_part_in_an_object_store(
+    to: str, source: Path, tmp_path: Path, store: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = f"checks-{to}-{os.getpid()}"
-    s3.make_bucket(bucket)
-    s3.upload(source, bucket, "run")
-    for name, value in s3.env().items():
+    bucket = store.new_bucket()
+    store.upload(source, bucket, "run")
+    root = f"{store.scheme}://{bucket}"
+    for name, value in store.env().items():
         monkeypatch.setenv(name, value)
     options = {**TARGETS[to], "part_bytes": 5 << 20}
-    (plain,) = convert_together(
-        request_for(f"s3://{bucket}/run", f"s3://{bucket}/alone", to, options), tmp_path / "plain", 0
-    )
-    ended = convert_together(
-        request_for(f"s3://{bucket}/run", f"s3://{bucket}/together", to, options), tmp_path / "said", WORKERS
-    )
+    (plain,) = convert_together(request_for(f"{root}/run", f"{root}/alone", to, options), tmp_path / "plain", 0)
+    ended = convert_together(request_for(f"{root}/run", f"{root}/together", to, options), tmp_path / "said", WORKERS)
     assert [e.status for e in ended] == [0] * WORKERS, [e.result for e in ended]
-    alone, together = s3.read_all(bucket, "alone/"), s3.read_all(bucket, "together/")
+    alone, together = (store.read_all(bucket, name) for name in ("alone/", "together/"))
     assert manifest_facts(together.pop(MANIFEST_NAME)) == manifest_facts(alone.pop(MANIFEST_NAME))
     assert together == alone
-    judge_shares(ended, plain, f"{to} on S3")
+    judge_shares(ended, plain, f"{to} on {store.scheme}")
 
 
 # -- failures ----------------------------------------------------------------------------------------------

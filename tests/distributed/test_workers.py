@@ -20,7 +20,7 @@ from house.measured import say
 from house.tiers import rest_full
 from reshard.local import load_engine
 from reshard_engine.integrity.manifest import MANIFEST_NAME
-from servers.s3 import S3Server
+from servers.stores import ObjectServer
 
 PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(24)] + [("embed.weight", (4096, 256))]
 TARGETS = {
@@ -180,14 +180,15 @@ def test_every_worker_tells_why_the_conversion_cannot_succeed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("target", rest_full(TARGETS, "universal", "zero"))
-def test_workers_share_a_target_in_an_object_store(target: str, source: Path, tmp_path: Path, s3: S3Server) -> None:
-    bucket = f"workers-{os.getpid()}-{target}"
-    s3.make_bucket(bucket)
-    s3.upload(source, bucket, "run")
+def test_workers_share_a_target_in_an_object_store(
+    target: str, source: Path, tmp_path: Path, store: ObjectServer
+) -> None:
+    bucket = store.new_bucket()
+    store.upload(source, bucket, "run")
     flags = (*TARGETS[target], "--part-size", "5MiB")
     expected = plain(source, tmp_path / target, flags)
-    url = f"s3://{bucket}/{target}"
-    workers = [start(f"s3://{bucket}/run", url, flags, s3.env(), *numbered(n, 3)) for n in range(3)]
+    url = f"{store.scheme}://{bucket}/{target}"
+    workers = [start(f"{store.scheme}://{bucket}/run", url, flags, store.env(), *numbered(n, 3)) for n in range(3)]
     if target == "zero":
         time.sleep(2.0)
         workers[0].kill()
@@ -195,8 +196,8 @@ def test_workers_share_a_target_in_an_object_store(target: str, source: Path, tm
         workers = workers[1:]
     for worker in workers:
         result(worker)
-    written = s3.read_all(bucket, target)
+    written = store.read_all(bucket, target)
     assert {n: d for n, d in written.items() if n != MANIFEST_NAME} == expected
-    left = [o["Key"] for o in s3.client().list_objects_v2(Bucket=bucket).get("Contents", ()) if ".reshard-" in o["Key"]]
+    left = [name for name in store.read_all(bucket, "") if ".reshard-" in name]
     assert [k for k in left if "beats" not in k] == [], "left behind"
-    assert s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads", []) == []
+    assert store.unfinished(bucket) == []

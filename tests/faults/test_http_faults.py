@@ -1,10 +1,11 @@
-"""Wrong answers under the S3 client: what reaches the engine is typed, and the next run gives the same bytes."""
+"""Wrong answers under the clients of object stores: errors are typed, and the next run gives the same bytes."""
 
 from __future__ import annotations
 
-import os
+import base64
 from collections.abc import Callable, Generator
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from checkpoints import write_zero_checkpoint
@@ -17,26 +18,46 @@ from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.options import SourceSpec
 from servers.faulty import FaultyProxy, Wrong, faulty_proxy
-from servers.s3 import S3Server
+from servers.stores import ObjectServer
 
 ENGINE = load_engine()
 PARENT = "out"
 MANY = 1000
 
 Applies = Callable[[str, str], bool]
-REQUESTS: dict[str, Applies] = {
-    "source read": lambda method, target: method == "GET" and "/run/" in target,
-    "listing": lambda method, target: method == "GET" and "list-type" in target,
+ALIKE: dict[str, Applies] = {
+    "source read": lambda method, target: method == "GET" and "/run/" in target and "comp=" not in target,
     "head": lambda method, _target: method == "HEAD",
     "claim": lambda method, target: method == "PUT" and "reshard-claim" in target,
     "plan": lambda method, target: method == "PUT" and "plan.json" in target,
     "unit record": lambda method, target: method == "PUT" and "/unit-" in target,
-    "create": lambda method, target: method == "POST" and target.endswith("?uploads"),
-    "part": lambda method, target: method == "PUT" and "partNumber" in target,
-    "complete": lambda method, target: method == "POST" and "uploadId" in target,
-    "small object": lambda method, target: method == "PUT" and target.endswith("index.json"),
-    "manifest": lambda method, target: method == "PUT" and target.endswith("reshard.json"),
+    "small object": lambda method, target: method == "PUT" and target.partition("?")[0].endswith("index.json"),
+    "manifest": lambda method, target: method == "PUT" and target.partition("?")[0].endswith("reshard.json"),
     "delete": lambda method, _target: method == "DELETE",
+}
+
+
+def _stages(target: str) -> bytes:
+    """The name of the block that a request stages."""
+    return base64.b64decode(parse_qs(urlsplit(target).query).get("blockid", [""])[0])
+
+
+REQUESTS: dict[str, dict[str, Applies]] = {
+    "s3": {
+        **ALIKE,
+        "listing": lambda method, target: method == "GET" and "list-type" in target,
+        "create": lambda method, target: method == "POST" and target.endswith("?uploads"),
+        "part": lambda method, target: method == "PUT" and "partNumber" in target,
+        "complete": lambda method, target: method == "POST" and "uploadId" in target,
+    },
+    "az": {
+        **ALIKE,
+        "listing": lambda method, target: method == "GET" and "comp=list" in target,
+        "create": lambda method, target: method == "PUT" and _stages(target)[19:24] == b"00000",
+        "part": lambda method, target: method == "PUT" and _stages(target)[19:24] > b"00000",
+        "block list": lambda method, target: method == "GET" and "comp=blocklist" in target,
+        "complete": lambda method, target: method == "PUT" and "comp=blocklist" in target,
+    },
 }
 SHORT = [
     ("source read", Wrong.SHORT_BODY),
@@ -49,13 +70,13 @@ SHORT = [
 class Bench:
     """A source and targets behind the proxy, and what an undisturbed run leaves."""
 
-    def __init__(self, s3: S3Server, proxy: FaultyProxy, bucket: str) -> None:
-        self.s3 = s3
+    def __init__(self, store: ObjectServer, proxy: FaultyProxy, bucket: str) -> None:
+        self.store = store
         self.proxy = proxy
         self.bucket = bucket
         self.request = asked(
-            source=SourceSpec(url=f"s3://{bucket}/run"),
-            target=f"s3://{bucket}/{PARENT}/{NAME}",
+            source=SourceSpec(url=f"{store.scheme}://{bucket}/run"),
+            target=f"{store.scheme}://{bucket}/{PARENT}/{NAME}",
             to=TargetFormat.SAFETENSORS,
             part_bytes=5 << 20,
             max_shard_bytes=6_150_000,
@@ -72,17 +93,17 @@ class Bench:
             return error.code
 
     def content(self) -> dict[str, bytes]:
-        found = self.s3.read_all(self.bucket, PARENT)
+        found = self.store.read_all(self.bucket, PARENT)
         found.pop(f"{NAME}/reshard.json", None)
         return found
 
     def clear(self) -> None:
-        for key in self.s3.read_all(self.bucket, PARENT):
-            self.s3.client().delete_object(Bucket=self.bucket, Key=f"{PARENT}/{key}")
+        for key in self.store.read_all(self.bucket, PARENT):
+            self.store.delete(self.bucket, f"{PARENT}/{key}")
 
     def trial(self, kind: str, wrong: Wrong, times: int) -> tuple[str, list[str]]:
         """The disturbed run, then the same request again."""
-        self.proxy.break_next(wrong, REQUESTS[kind], times=times)
+        self.proxy.break_next(wrong, REQUESTS[self.store.scheme][kind], times=times)
         end = self.attempt()
         hit = len(self.proxy.hit)
         self.proxy.break_next(wrong, lambda _method, _target: False)
@@ -94,7 +115,7 @@ class Bench:
         ]
         again = self.attempt()
         found = self.content()
-        uploads = self.s3.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads") or []
+        uploads = self.store.unfinished(self.bucket)
         problems += [
             None if again in {"done", "recognised"} else f"the next run ended with {again}",
             None if found == self.expected else f"in the end: {sorted(found)}",
@@ -106,20 +127,19 @@ class Bench:
 
 
 @pytest.fixture
-def place(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Bench]:
-    bucket = f"http-{os.urandom(4).hex()}"
-    s3.make_bucket(bucket)
+def place(store: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Bench]:
+    bucket = store.new_bucket()
     write_zero_checkpoint(tmp_path / "run", [("embed.weight", (1500, 1024)), ("bias", (64, 64))], stage=3, ranks=2)
-    s3.upload(tmp_path / "run", bucket, "run")
-    with faulty_proxy(s3.endpoint) as proxy:
-        for name, value in s3.env(proxy.endpoint).items():
+    store.upload(tmp_path / "run", bucket, "run")
+    with faulty_proxy(store.endpoint) as proxy:
+        for name, value in store.env(proxy.endpoint).items():
             monkeypatch.setenv(name, value)
-        yield Bench(s3, proxy, bucket)
+        yield Bench(store, proxy, bucket)
 
 
 @pytest.mark.timeout(280)
 def test_one_wrong_answer(place: Bench) -> None:
-    ledger = Ledger("one wrong answer of the S3 server")
+    ledger = Ledger(f"one wrong answer of the {place.store.scheme} server")
     for kind, wrong in SHORT:
         ledger.note(wrong, *_named(kind, place.trial(kind, wrong, 1)))
     ledger.settle()
@@ -130,8 +150,8 @@ def test_one_wrong_answer(place: Bench) -> None:
 @pytest.mark.parametrize("times", [1, MANY])
 def test_wrong_answers_to_every_kind_of_request(place: Bench, times: int) -> None:
     """Once, which the client repeats by itself, and each time, which it cannot."""
-    ledger = Ledger(f"wrong answers of the S3 server, {'once' if times == 1 else 'always'}")
-    for kind in REQUESTS:
+    ledger = Ledger(f"wrong answers of the {place.store.scheme} server, {'once' if times == 1 else 'always'}")
+    for kind in REQUESTS[place.store.scheme]:
         for wrong in Wrong:
             if wrong is not Wrong.ERROR_IN_200 or kind in {"complete", "create"}:
                 ledger.note(wrong, *_named(kind, place.trial(kind, wrong, times)))

@@ -27,8 +27,8 @@ from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from servers.process import ServerProcess
 from servers.proxy import logging_proxy
-from servers.s3 import S3Server
 from servers.stack import Stack, client_of, end_tree, runners_of, tree_of
+from servers.stores import ObjectServer
 
 PART_BYTES = 5 << 20
 WORKERS = 2
@@ -51,7 +51,7 @@ class Range:
 
     stack: Stack
     client: Client
-    s3: S3Server
+    store: ObjectServer
     bucket: str
     environment: dict[str, str]
     chance: random.Random
@@ -62,9 +62,10 @@ class Range:
 
     def submit(self) -> None:
         """One more job, into a target of its own."""
-        target = f"s3://{self.bucket}/job-{len(self.jobs)}/{TAG}"
+        root = f"{self.store.scheme}://{self.bucket}"
+        target = f"{root}/job-{len(self.jobs)}/{TAG}"
         job = self.client.submit(
-            f"s3://{self.bucket}/run",
+            f"{root}/run",
             target,
             to="universal",
             part_bytes=PART_BYTES,
@@ -123,22 +124,21 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture
 def place(
-    make_stack: Callable[[str], Stack], s3: S3Server, source: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    make_stack: Callable[[str], Stack], store: ObjectServer, source: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> Generator[Range]:
     stack = make_stack("celery")
     stack.scripted = False
     stack.extra = {"RESHARD_LEASE_S": "2", "RESHARD_HEARTBEAT_S": "0.4", **PATIENCE}
-    bucket = f"kills-{os.urandom(4).hex()}"
-    s3.make_bucket(bucket)
-    s3.upload(source, bucket, "run")
-    for name, value in s3.env().items():
+    bucket = store.new_bucket()
+    store.upload(source, bucket, "run")
+    for name, value in store.env().items():
         monkeypatch.setenv(name, value)
     with ExitStack() as held:
-        proxy = held.enter_context(logging_proxy(s3.endpoint))
+        proxy = held.enter_context(logging_proxy(store.endpoint))
         proxy.pause_s = lambda method, _target: PUT_PAUSE_S if method == "PUT" else 0.0
-        url = held.enter_context(stack.api(s3.env()))
+        url = held.enter_context(stack.api(store.env()))
         client = held.enter_context(client_of(url))
-        found = Range(stack, client, s3, bucket, s3.env(proxy.endpoint), random.Random(seed))
+        found = Range(stack, client, store, bucket, store.env(proxy.endpoint), random.Random(seed))
         try:
             yield found
         finally:
@@ -172,8 +172,8 @@ def test_random_kills(place: Range, expected: dict[str, bytes], kills: int, paus
     ended = [place.client.wait(job_id, timeout_s=400) for job_id in place.jobs]
     lost = [(job.id, job.state, job.error) for job in ended if job.state is not JobState.SUCCEEDED]
     wrong = [problem for number in range(len(ended)) if (problem := wrong_bytes(place, number, expected))]
-    strays = [key for key in place.s3.read_all(place.bucket, "") if ".reshard-" in key]
-    uploads = place.s3.client().list_multipart_uploads(Bucket=place.bucket).get("Uploads") or []
+    strays = [key for key in place.store.read_all(place.bucket, "") if ".reshard-" in key]
+    uploads = place.store.unfinished(place.bucket)
     attempts = Counter(job.attempt for job in ended)
     say(f"random kills over the real service: {shot_s:.0f} s, all jobs ended after {time.monotonic() - began:.0f} s")
     say(f"{'killed':>8} {'jobs':>6} {'lost':>6} {'wrong bytes':>12} {'strays':>8} {'95 % bound':>11}")
@@ -189,10 +189,10 @@ def test_random_kills(place: Range, expected: dict[str, bytes], kills: int, paus
 
 def wrong_bytes(place: Range, number: int, expected: dict[str, bytes]) -> str | None:
     """How a job's output differs from the undisturbed one, or None; the manifest alone may."""
-    found = place.s3.read_all(place.bucket, f"job-{number}/")
+    found = place.store.read_all(place.bucket, f"job-{number}/")
     manifest = f"{TAG}/reshard.json"
     different = [path for path in expected if path != manifest and found.get(path) != expected[path]]
     if different or found.keys() != expected.keys():
         return f"job {number}: {different or sorted(found.keys() ^ expected.keys())}"
-    report = load_engine().verify(f"s3://{place.bucket}/job-{number}/{TAG}")
+    report = load_engine().verify(f"{place.store.scheme}://{place.bucket}/job-{number}/{TAG}")
     return None if report.ok else f"job {number}: {report.problems}"

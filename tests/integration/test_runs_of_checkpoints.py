@@ -17,7 +17,7 @@ from house.promises import command
 from house.saves import DATA
 from reshard.errors import SourceError
 from reshard.local import load_engine
-from servers.s3 import S3Server
+from servers.stores import ObjectServer
 
 FORMATS = ("zero", "universal", "dcp", "safetensors")
 STEPS = range(100, 4_100, 100)
@@ -77,11 +77,12 @@ def test_pruned_on_a_disk(run: Path) -> None:
     assert {path.name for path in run.iterdir()} == {"latest", *(f"global_step{step}" for step in KEPT)}
 
 
-def test_listed_and_pruned_in_an_object_store(s3: S3Server, bucket: str, forty: Path) -> None:
-    s3.upload(forty, bucket, "run")
-    assert table(f"s3://{bucket}/run") == table(str(forty))
-    assert command("prune", f"s3://{bucket}/run", *WORDS, "--yes")[0] == 0
-    left = s3.read_all(bucket, "run")
+def test_listed_and_pruned_in_an_object_store(store: ObjectServer, store_bucket: str, forty: Path) -> None:
+    store.upload(forty, store_bucket, "run")
+    run = f"{store.scheme}://{store_bucket}/run"
+    assert table(run) == table(str(forty))
+    assert command("prune", run, *WORDS, "--yes")[0] == 0
+    left = store.read_all(store_bucket, "run")
     kept = {f"global_step{step}" for step in KEPT}
     assert {name.partition("/")[0] for name in left} == {"latest", *kept}
     for name in kept:
@@ -90,24 +91,26 @@ def test_listed_and_pruned_in_an_object_store(s3: S3Server, bucket: str, forty: 
 
 
 _WRITES = """
-from reshard_engine.storage import s3
+from reshard_engine.storage.locations import service_store
+kind = service_store({scheme!r})
 for name in ("put", "delete"):
-    setattr(s3.S3Store, name, counted(getattr(s3.S3Store, name)))
+    setattr(kind, name, counted(getattr(kind, name)))
 """
 """Counts writing calls: put, delete what goes first, delete the rest, delete what put wrote."""
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 5])
 def test_a_prune_that_is_killed_in_an_object_store(
-    s3: S3Server, bucket: str, forty: Path, tmp_path: Path, calls: int
+    store: ObjectServer, store_bucket: str, forty: Path, calls: int
 ) -> None:
     names = [f"global_step{step}" for step in (200, 300, 400, 500)]
     for name in names:
-        s3.upload(forty / name, bucket, f"run/{name}")
-    url = f"s3://{bucket}/run"
+        store.upload(forty / name, store_bucket, f"run/{name}")
+    url = f"{store.scheme}://{store_bucket}/run"
     words = ["prune", url, "--keep-last", "1", "--yes"]
-    environment = {**os.environ, **s3.env()}
-    died = subprocess.run(dying(_WRITES, calls, words), check=False, capture_output=True, env=environment)
+    environment = {**os.environ, **store.env()}
+    writes = _WRITES.format(scheme=store.scheme)
+    died = subprocess.run(dying(writes, calls, words), check=False, capture_output=True, env=environment)
     assert died.returncode == -9, died.stderr
     listed = load_engine().steps(url)
     assert [step for step in listed.steps if not step.complete] == [], "nothing half removed is listed"
@@ -116,4 +119,4 @@ def test_a_prune_that_is_killed_in_an_object_store(
         # A loader that knows nothing of the removal refuses as well: the files that it begins with went first.
         assert raised(SourceError, lambda: reshard.inspect(f"{url}/{listed.removing[0]}"))
     assert command(*words)[0] == 0
-    assert {name.partition("/")[0] for name in s3.read_all(bucket, "run")} == {"global_step500"}
+    assert {name.partition("/")[0] for name in store.read_all(store_bucket, "run")} == {"global_step500"}

@@ -5,21 +5,22 @@ The first one is a process that is stopped (SIGSTOP) in the middle of its work, 
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from house.promises import command
+from house.tiers import STORES, rest_full
 from reshard.errors import ExitCode
-from servers.s3 import S3Server
+from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.protocol import ObjectStore
+from servers.fixtures import started
 
 RESHARD = (sys.executable, "-m", "reshard.cli.main")
 SLOW = ("--part-size", "5MiB", "--threads", "1", "-q")
@@ -34,26 +35,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save)
 
 
-def place_of(kind: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Files]:
+def place_of(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Files]:
     """A place for targets, and the function that lists all files and uploads in it with their sizes."""
     if kind == "local":
         parent = tmp_path / "out"
         return str(parent), lambda: {str(p): p.stat().st_size for p in parent.rglob("*") if p.is_file()}
-    for name, value in s3.env().items():
+    server = started(request, kind)
+    for name, value in server.env().items():
         monkeypatch.setenv(name, value)
-    bucket = f"second-{os.urandom(6).hex()}"
-    s3.make_bucket(bucket)
+    bucket = server.new_bucket()
+    ours = open_location(f"{kind}://{bucket}").store
+    assert isinstance(ours, ObjectStore)
 
     def files() -> dict[str, int]:
-        client: Any = s3.client()
-        found = {o["Key"]: o["Size"] for o in client.list_objects_v2(Bucket=bucket).get("Contents", ())}
-        uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads") or ()
-        for u in uploads:
-            parts = client.list_parts(Bucket=bucket, Key=u["Key"], UploadId=u["UploadId"]).get("Parts", ())
-            found[f"upload {u['Key']} {u['UploadId']}"] = sum(p["Size"] for p in parts)
+        found = {name: len(data) for name, data in server.read_all(bucket, "").items()}
+        for path, upload in ours.list_uploads(f"{bucket}/"):
+            found[f"upload {path} {upload}"] = sum(p.size_bytes for p in ours.list_parts(path, upload) or ())
         return found
 
-    return f"s3://{bucket}", files
+    return f"{kind}://{bucket}", files
 
 
 def stopped_in_its_middle(process: subprocess.Popen[bytes], files: Files) -> dict[str, int]:
@@ -76,11 +78,11 @@ def stopped_in_its_middle(process: subprocess.Popen[bytes], files: Files) -> dic
     return files()
 
 
-@pytest.mark.parametrize("kind", ["local", "s3"])
+@pytest.mark.parametrize("kind", rest_full(["local", *STORES], "local", "s3"))
 def test_the_second_ends_at_its_start_and_writes_nothing(
-    kind: str, s3: S3Server, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, request: pytest.FixtureRequest, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, files = place_of(kind, s3, tmp_path, monkeypatch)
+    place, files = place_of(kind, request, tmp_path, monkeypatch)
     target = f"{place}/weights"
     first = subprocess.Popen([*RESHARD, "convert", source, target, "--to", "safetensors", *SLOW])
     try:
