@@ -24,6 +24,8 @@ WRITABLE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     }
 )
 """Schemes of the stores that can be written: module and class of a `ServiceStore`, and the extra that installs it."""
+_HUB = {"hf": ("reshard_engine.storage.hub", "HubStore", "hub")}
+"""As `WRITABLE`, for the hub: it takes whole commits, so no sink writes into it."""
 WRITABLE_URLS = ", ".join(["a local path", *(f"{scheme}://bucket/path" for scheme in WRITABLE)])
 """What a user may write in place of a URL that can only be read."""
 _NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
@@ -76,19 +78,19 @@ def open_location(url: str, profile: str | None = None, *, beside: Location | No
     scheme, path = scheme_of(url), name.partition("://")[2]
     if (served := _SERVED.get().get(scheme)) is not None:
         return Location(served, path, name)
-    if scheme in WRITABLE:
+    if scheme in (*WRITABLE, *_HUB):
         kind = service_store(scheme)
         return Location(kind.of_profile(profile, None if beside is None else beside.store), path, name)
     return Location(_generic(scheme), path, name)
 
 
 def service_store(scheme: str) -> type[ServiceStore]:
-    """The class of stores that serves one of the schemes of `WRITABLE`.
+    """The class of stores that serves one of the schemes of `WRITABLE`, or the hub.
 
     Raises:
         RequestError: `request.unknown_scheme` if what it needs is not installed.
     """
-    module, name, extra = WRITABLE[scheme]
+    module, name, extra = {**WRITABLE, **_HUB}[scheme]
     try:
         # botocore costs 0.25 s to import, and others more: each is imported where its scheme is used.
         found: type[ServiceStore] = getattr(import_module(module), name)
@@ -104,13 +106,6 @@ def service_store(scheme: str) -> type[ServiceStore]:
 def _generic(scheme: str) -> Store:
     import fsspec  # pyright: ignore[reportMissingTypeStubs]  # it has none
 
-    if scheme == "hf":
-        # The client of hf:// raises errors of whichever HTTP library it uses, and reads whole blocks.
-        raise RequestError(
-            "request.unknown_scheme",
-            "hf:// cannot be read: download the repository from the Hugging Face hub first",
-            fix="hf download ORG/NAME --local-dir NAME, then name that directory",
-        )
     if scheme in _NOT_STORAGE:
         raise _unserved(scheme, "it cannot list directories")
     try:

@@ -19,6 +19,11 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _LITERAL = frozenset({"s3", "az", "mem"})
 """Schemes whose keys hold `%` as any other character: our own stores, and fsspec's and the vendors' tools. `%2e%2e` is
 a name of six characters there, and leads nowhere."""
+_OTHER_REPOSITORIES = ("datasets", "spaces", "kernels", "buckets")
+_HUB_REF = re.compile(r"^([^/]+/[^/@]+@)(refs/(?:convert/[\w.-]+|pr/\d+))(?=/|$)")
+_HUB_MAIN = re.compile(r"^([^/]+/[^/@]+)@main(?=/|$)")
+_HUB_NAMES = re.compile(r"[^/@%]+(?:$|/[^/@%]+(?:@(?:[^/@%]|%2F)+)?(?=/|$))")
+"""The owner, the name of a repository and its revision, as they stand before the path."""
 _PERCENT = re.compile("%[0-9A-Fa-f]{2}")
 
 
@@ -54,12 +59,14 @@ def canonical_url(url: str) -> str:
             "request.invalid", f"{printable(url)} has no valid scheme", fix="write s3://bucket/path, or a local path"
         )
     rest = url.partition("://")[2].rstrip("/")
+    if scheme_of(url) == "hf":
+        rest = _of_hub(url, rest)
     if not rest or any(part in ("", ".", "..") for part in rest.split("/")):
         raise RequestError("request.invalid", f"{printable(url)} is not a clean URL", fix="write s3://bucket/path")
     if any(mark in rest for mark in ("?", "#", "::", "\\")):
         # A parser that reads queries, fragments or fsspec's chains in another way would open another location.
         raise RequestError("request.invalid", f"{printable(url)} is not a plain URL", fix="write s3://bucket/path")
-    bucket, _, key = rest.partition("/")
+    bucket, _, key = (_HUB_NAMES.sub("hub", rest, count=1) if scheme_of(url) == "hf" else rest).partition("/")
     _, at, account = bucket.partition("@")
     if at and scheme_of(url) in _LITERAL:
         raise RequestError(
@@ -74,6 +81,33 @@ def canonical_url(url: str) -> str:
             fix="write the characters themselves, such as s3://bucket/path",
         )
     return f"{scheme_of(url)}://{rest}"
+
+
+def _of_hub(url: str, rest: str) -> str:
+    """The one spelling of a place in a model repository of the hub: `ORG/NAME[@REVISION][/PATH]`.
+
+    A `/` of a revision is `%2F`, as `HfFileSystem` writes it, and `@main` is left out.
+    Source: huggingface_hub 2.4.0 `utils/_hf_uris.py` (types of repositories, `refs/pr/N` and `refs/convert/NAME`).
+    """
+    kind, _, inner = rest.partition("/")
+    if kind in _OTHER_REPOSITORIES:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(url)}: checkpoints are read from model repositories, not from {kind}",
+            fix=f"download it, and name that directory: hf download ORG/NAME --repo-type {kind.removesuffix('s')} "
+            "--local-dir NAME",
+        )
+    rest = inner if kind == "models" else rest
+    rest = _HUB_REF.sub(lambda found: found[1] + found[2].replace("/", "%2F"), rest)
+    rest = _HUB_MAIN.sub(r"\1", rest)
+    if _HUB_NAMES.match(rest) is None:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(url)} names no repository of the hub",
+            fix="write hf://ORG/NAME@REVISION/PATH, with %2F for each / of the revision; @REVISION and /PATH may be "
+            "left out",
+        )
+    return rest
 
 
 def _local_path(url: str) -> str:

@@ -1,0 +1,358 @@
+"""The Hugging Face hub: model repositories, read at one commit by exact ranges, and written by one commit.
+
+A branch can move while it is read. So each store asks once which commit a revision names, and every listing and range
+names that commit. A file's pin is its content: the SHA-256 of a large file, the git object of a small one.
+
+`HfFileSystem` is not used, for two reasons (huggingface_hub 2.4.0, `hf_file_system.py`): its files read ahead by blocks
+of 5 MiB, and its paths keep the branch's name. URLs, tokens, endpoint, proxies and the offline mode are the library's.
+
+Source: huggingface_hub 2.4.0 (`hf_api.py`, `file_download.py`, `utils/_http.py`, `_commit_api.py`, `lfs.py`); git-lfs
+`docs/api/batch.md`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TypeVar
+from urllib.parse import unquote, urljoin, urlsplit
+
+from huggingface_hub import HfApi, constants, get_session, hf_hub_url
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # that of whichever HTTP library this release uses
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import (
+    build_hf_headers,  # pyright: ignore[reportUnknownVariableType]  # a bare `dict` among its arguments
+    hf_raise_for_status,
+)
+
+from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
+from reshard_engine.storage.local import changed
+from reshard_engine.storage.protocol import Listing, ObjectInfo, join
+
+ResultT = TypeVar("ResultT")
+
+_TRIES = 5
+"""Calls of one request before its failure is reported."""
+_MOST_WAIT_S = 300.0
+"""Longest wait that an answer of the hub can ask for: its rate limits count windows of 5 minutes."""
+_MOST_REDIRECTS = 8
+_EXPIRED = (401, 403, 404, 410)
+"""Statuses of a signed address that is not valid any more."""
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_RESET = re.compile(r"\bt=(\d+)")
+"""Seconds until a rate limit ends, in the header `RateLimit` (huggingface_hub, `parse_ratelimit_headers`)."""
+_SIGN_IN = "export HF_TOKEN=... (https://huggingface.co/settings/tokens), or run: hf auth login"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubPath:
+    """A path of a hub store, `ORG/NAME[@REVISION][/PATH]`, in its parts."""
+
+    repository: str
+    revision: str
+    path: str
+
+    @classmethod
+    def of(cls, path: str) -> HubPath:
+        """Parse a canonical path (`storage.urls`).
+
+        Raises:
+            RequestError: `request.invalid` for the name of an owner alone.
+        """
+        owner, _, rest = path.partition("/")
+        named, _, inner = rest.partition("/")
+        name, _, revision = named.partition("@")
+        if not name:
+            raise RequestError(
+                "request.invalid",
+                f"hf://{printable(path)} names no repository",
+                fix="write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/DIRECTORY",
+            )
+        return cls(f"{owner}/{name}", unquote(revision) or constants.DEFAULT_REVISION, inner)
+
+
+# Typed errors in place of the library's.
+
+
+def _typed(error: BaseException, path: str) -> ReshardError:
+    """The typed error for an exception of huggingface_hub or of its HTTP library."""
+    where = f"hf://{printable(path)}"
+    # The first line is the status and the URL; what follows is general advice.
+    text = f"{where}: {printable(' '.join(str(error).split())[:300])}"
+    if isinstance(error, OfflineModeIsEnabled):
+        return RequestError(
+            "request.invalid", f"{where}: HF_HUB_OFFLINE forbids requests to the hub", fix="unset HF_HUB_OFFLINE"
+        )
+    if isinstance(error, HFValidationError):
+        return RequestError("request.invalid", text, fix="write hf://ORG/NAME")
+    if isinstance(error, GatedRepoError):
+        return StorageError(
+            "storage.denied",
+            f"{where}: the repository is gated, and this token has no access",
+            fix=f"ask for access on the repository's page, then {_SIGN_IN}",
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return SourceError(
+            "source.not_found",
+            f"{where}: the hub shows no such repository to this token",
+            fix=f"correct the name; if the repository is private: {_SIGN_IN}",
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return SourceError(
+            "source.not_found",
+            f"{where}: the repository has no such revision",
+            fix="name a branch, a tag or a commit of 40 digits: hf://ORG/NAME@REVISION",
+        )
+    if isinstance(error, EntryNotFoundError):
+        return SourceError("source.not_found", f"{where} does not exist", fix="correct the path in the repository")
+    if isinstance(error, HfHubHTTPError):
+        return _of_status(error, where, text)
+    if isinstance(error, HTTPError | OSError):
+        return StorageError(
+            "storage.unavailable",
+            f"{where}: {type(error).__name__}: {printable(str(error))}",
+            fix="check HF_ENDPOINT and the network, then run the same command again",
+        )
+    return StorageError("storage.protocol", f"{where}: the hub's answer is malformed: {printable(str(error)[:300])}")
+
+
+def _of_status(error: HfHubHTTPError, where: str, text: str) -> StorageError:
+    status = error.response.status_code
+    if status in (401, 403):
+        return StorageError("storage.denied", text, fix=_SIGN_IN)
+    if status in (409, 412):
+        return StorageError(
+            "storage.conflict",
+            f"{where}: the branch has moved since this conversion began ({status})",
+            fix="run the same command again: it looks at what the branch holds now",
+        )
+    if status == 429:
+        wait_s = _asked_wait_s(error.response.headers)
+        asked = "" if wait_s is None else f"; the hub asks to wait {wait_s:.0f} s"
+        return StorageError(
+            "storage.unavailable",
+            f"{where}: the hub's rate limit is reached (429){asked}",
+            fix="run the same command again later; a token has a higher limit than none: export HF_TOKEN=...",
+            details={} if wait_s is None else {"wait_s": wait_s},
+        )
+    if status == 408 or status >= 500:
+        return StorageError("storage.unavailable", text, fix="run the same command again later")
+    return StorageError("storage.protocol", text)
+
+
+def _asked_wait_s(headers: Mapping[str, str]) -> float | None:
+    """The seconds that an answer asks to wait; None if it names none."""
+    said = headers.get("Retry-After", "")
+    found = _RESET.search(headers.get("RateLimit", ""))
+    seconds = said if said.isdigit() else found[1] if found else None
+    return None if seconds is None else min(float(seconds) + 1, _MOST_WAIT_S)
+
+
+@contextmanager
+def _translated(path: str) -> Generator[None]:
+    """Turn exceptions of huggingface_hub into typed errors that name the place."""
+    try:
+        yield
+    except (HTTPError, OSError) as error:
+        raise _typed(error, path) from error
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        # An upload wraps what went wrong in a thread, which may be an error of ours about the source.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ReshardError | HTTPError | OSError):
+            cause = cause.__cause__
+        if isinstance(cause, ReshardError):
+            raise cause from None
+        raise _typed(error if cause is None else cause, path) from error
+
+
+def _tried(path: str, call: Callable[[], ResultT]) -> ResultT:
+    """The result of a call that may be made again, after the wait that the hub asks for."""
+    for attempt in range(1, _TRIES):
+        try:
+            with _translated(path):
+                return call()
+        except StorageError as error:
+            if not error.retryable:
+                raise
+            time.sleep(error.details.get("wait_s", min(0.5 * 2**attempt, 8.0)))
+    with _translated(path):
+        return call()
+
+
+# The store: listings and ranges of pinned commits.
+
+
+class HubStore:
+    """Model repositories of one hub. Paths are `ORG/NAME[@REVISION][/PATH]`; a revision's `/` is written `%2F`."""
+
+    scheme = "hf"
+
+    def __init__(self) -> None:
+        """Nothing is sent until the first call."""
+        self._api = HfApi(library_name="reshard", library_version=version("reshard"))
+        self._lock = threading.Lock()
+        self._commits: dict[tuple[str, str], str] = {}
+        self._trees: dict[tuple[str, str], dict[str, ObjectInfo]] = {}
+        self._addresses: dict[str, str] = {}
+        """Signed addresses of large files, by path, as the hub gave them. It counts requests for them."""
+
+    def commit_of(self, path: str) -> str:
+        """The commit that the path's revision named when this store first asked.
+
+        Raises:
+            SourceError: `source.not_found` if there is no such repository or revision.
+        """
+        named = HubPath.of(path)
+        key = (named.repository, named.revision)
+        with self._lock:
+            if key not in self._commits:
+                info = _tried(path, lambda: self._api.model_info(named.repository, revision=named.revision))
+                if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
+                    raise StorageError("storage.protocol", f"hf://{printable(path)}: the hub names no commit")
+                self._commits[key] = info.sha
+            return self._commits[key]
+
+    def _tree(self, path: str) -> dict[str, ObjectInfo]:
+        """All files of the path's commit, by path in the repository. The prefix of their own paths is the caller's."""
+        named, commit = HubPath.of(path), self.commit_of(path)
+        prefix = path.removesuffix(f"/{named.path}") if named.path else path
+        with self._lock:
+            if (prefix, commit) not in self._trees:
+                self._trees[prefix, commit] = _tried(path, lambda: dict(self._listed(named, commit, prefix)))
+            return self._trees[prefix, commit]
+
+    def _listed(self, named: HubPath, commit: str, prefix: str) -> Iterator[tuple[str, ObjectInfo]]:
+        for entry in self._api.list_repo_tree(named.repository, recursive=True, revision=commit):
+            # The hub's own record of which files are large is no content.
+            if isinstance(entry, RepoFile) and entry.path != ".gitattributes":
+                pin = f"git:{entry.blob_id}" if entry.lfs is None else f"sha256:{entry.lfs.sha256}"
+                yield entry.path, ObjectInfo(join(prefix, entry.path), entry.size, pin)
+
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
+        """The immediate children of a directory, any `most` of them at the most; empty if there is none."""
+        files: list[ObjectInfo] = []
+        directories: set[str] = set()
+        for info in self.list_tree(path):
+            name, mark, _ = info.path[len(path) + 1 :].partition("/")
+            if mark:
+                directories.add(name)
+            else:
+                files.append(info)
+        files = files[:most]
+        names = sorted(directories)[: None if most is None else most - len(files)]
+        return Listing(tuple(files), tuple(names))
+
+    def list_tree(self, path: str) -> list[ObjectInfo]:
+        """Every file below a directory, sorted by path; empty if there is none."""
+        return sorted((i for i in self._tree(path).values() if i.path.startswith(f"{path}/")), key=lambda i: i.path)
+
+    def stat(self, path: str) -> ObjectInfo | None:
+        """The file at exactly this path, or None."""
+        return self._tree(path).get(HubPath.of(path).path)
+
+    def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, with the bytes of the pinned commit's file."""
+        try:
+            _tried(info.path, lambda: self._fetch(info, offset, buffer))
+        except SourceError as error:
+            if error.code == "source.not_found":  # the repository, or its history, was removed meanwhile
+                raise changed(info) from error
+            raise
+
+    def _fetch(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
+        if (address := self._addresses.get(info.path)) is not None:
+            try:
+                self._get(info, address, {}, offset, buffer)
+                return
+            except HfHubHTTPError as error:
+                if error.response.status_code not in _EXPIRED:
+                    raise
+                self._addresses.pop(info.path, None)
+        named = HubPath.of(info.path)
+        url = hf_hub_url(named.repository, named.path, revision=self.commit_of(info.path), endpoint=self._api.endpoint)
+        headers = build_hf_headers(library_name="reshard", library_version=version("reshard"))
+        hub = urlsplit(url).netloc
+        for _ in range(_MOST_REDIRECTS):
+            following = self._get(info, url, headers, offset, buffer)
+            if following is None:
+                if urlsplit(url).netloc != hub:
+                    self._addresses[info.path] = url
+                return
+            url = urljoin(url, following)
+            if urlsplit(url).netloc != hub:
+                headers = {}  # a token is for the hub alone
+        raise StorageError("storage.protocol", f"hf://{printable(info.path)}: the hub redirects without end")
+
+    def _get(
+        self, info: ObjectInfo, url: str, headers: Mapping[str, str], offset: int, buffer: memoryview
+    ) -> str | None:
+        """Fill the buffer from this address; or return the address to which it redirects."""
+        asked = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}", "Accept-Encoding": "identity"}
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with get_session().stream(
+            "GET", url, headers={**headers, **asked}, follow_redirects=False, timeout=timeout
+        ) as answer:
+            if headers:
+                _refuse_other_content(info, answer.headers)
+            if answer.status_code // 100 == 3 and "Location" in answer.headers:
+                return str(answer.headers["Location"])
+            if answer.status_code == 416:
+                raise changed(info)
+            hf_raise_for_status(answer)
+            _refuse_other_range(info, answer.status_code, answer.headers.get("Content-Range", ""), offset, len(buffer))
+            done = 0
+            for part in answer.iter_bytes():
+                if done + len(part) > len(buffer):
+                    raise StorageError(
+                        "storage.protocol",
+                        f"hf://{printable(info.path)}: more than the {len(buffer)} bytes from {offset} on were sent",
+                    )
+                buffer[done : done + len(part)] = part
+                done += len(part)
+        if done != len(buffer):
+            raise StorageError(
+                "storage.unavailable",
+                f"hf://{printable(info.path)}: {done} of {len(buffer)} bytes from {offset} on were sent",
+                fix="run the same command again",
+            )
+        return None
+
+
+def _refuse_other_content(info: ObjectInfo, headers: Mapping[str, str]) -> None:
+    """Refuse an answer of the hub that is about other content than the pinned one."""
+    tag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").removeprefix("W/").strip('"')
+    if tag and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", tag) and tag != info.pin.partition(":")[2]:
+        raise changed(info)
+
+
+def _refuse_other_range(info: ObjectInfo, status: int, said: str, offset: int, length: int) -> None:
+    found = _RANGE.fullmatch(said)
+    if status == 206 and found is not None:
+        begin, last, size = map(int, found.groups())
+        if size != info.size_bytes:
+            raise changed(info)
+        if (begin, last) == (offset, offset + length - 1):
+            return
+    elif status == 200 and (offset, length) == (0, info.size_bytes):
+        return
+    raise StorageError(
+        "storage.protocol",
+        f"hf://{printable(info.path)}: bytes {offset}-{offset + length - 1} were asked for, and the answer is "
+        f"{status} {printable(said)!r}",
+        fix="check HF_ENDPOINT: this server, or a proxy before it, does not serve ranges",
+    )
