@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         open_layout,
         picture,
         plan,
+        push,
         seal,
         verify,
         verify_sealed,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         FingerprintReport,
         LayoutPair,
         LayoutPicture,
+        PushResult,
         SealCheck,
         SealReport,
     )
@@ -82,6 +84,7 @@ __all__ = [
     "Picture",
     "PlanSummary",
     "Progress",
+    "PushResult",
     "RequestError",
     "ReshardError",
     "SealCheck",
@@ -103,6 +106,7 @@ __all__ = [
     "open_layout",
     "picture",
     "plan",
+    "push",
     "read_plan",
     "seal",
     "verify",
@@ -112,10 +116,11 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("convert", "open_layout", "plan"), "reshard.functions"),
     **dict.fromkeys(
-        ("diff", "fingerprint", "inspect", "picture", "seal", "verify", "verify_sealed"), "reshard.functions"
+        ("diff", "fingerprint", "inspect", "picture", "push", "seal", "verify", "verify_sealed"), "reshard.functions"
     ),
     **dict.fromkeys(
-        ("DiffOptions", "DiffReport", "FingerprintReport", "SealCheck", "SealReport"), "reshard.models.reports"
+        ("DiffOptions", "DiffReport", "FingerprintReport", "PushResult", "SealCheck", "SealReport"),
+        "reshard.models.reports",
     ),
     **dict.fromkeys(("LayoutPair", "LayoutPicture"), "reshard.models.reports"),
     **dict.fromkeys(

@@ -32,6 +32,10 @@ class TargetFormat(StrEnum):
     """The source's files, with torch files cut to the parts of storages that their tensors use (`reshard slim`)."""
 
 
+CARD_TARGETS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH, TargetFormat.PEFT)
+"""The formats that can have a model card, and that the Hugging Face hub takes."""
+
+
 class RankFramework(StrEnum):
     """The frameworks that save one file for each rank of FSDP."""
 

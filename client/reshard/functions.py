@@ -27,6 +27,7 @@ from reshard.models.reports import (
     FingerprintOptions,
     FingerprintReport,
     LayoutPicture,
+    PushResult,
     SealCheck,
     SealReport,
     Signing,
@@ -694,6 +695,31 @@ def _signing_of(
         certificate=None if cert is None else os.fspath(cert),
         trusted=tuple(os.fspath(url) for url in trust or ()),
     )
+
+
+def push(directory: PathLike, url: str, *, overwrite: bool = False) -> PushResult:
+    """Upload weights that `convert` wrote to the Hugging Face hub, by one commit: all files appear at once, or none.
+
+    What the hub has already is not sent again, and a branch that holds all of it gets no commit. To upload without a
+    copy on a disk, give `convert` the target `hf://ORG/NAME`.
+
+    Args:
+        directory: A local directory that `convert` wrote, to `safetensors`, `torch` or `peft`.
+        url: `hf://ORG/NAME` or `hf://ORG/NAME@BRANCH`. A repository that does not exist is created, private; a branch
+            that does not exist begins at `main`. The token is that of `HF_TOKEN` or of `hf auth login`.
+        overwrite: True to replace other content under these names, and to remove weights under other names. The
+            history of the repository keeps it.
+
+    Returns:
+        The commit.
+
+    Raises:
+        RequestError: `request.target_exists` if the branch holds another model; `request.invalid`,
+            `request.unsatisfiable`; `request.unknown_scheme` without the extra `hub`.
+        SourceError: `source.not_found` if the directory is no output of `convert`.
+        StorageError: `storage.denied`, `storage.unavailable`; `storage.conflict` if the branch moved meanwhile.
+    """
+    return load_engine().push(os.fspath(directory), url, overwrite=overwrite)
 
 
 def verify_sealed(

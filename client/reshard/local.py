@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         LayoutPair,
         LayoutPicture,
         PruneReport,
+        PushResult,
         RunListing,
         SealCheck,
         SealReport,
@@ -428,6 +429,10 @@ class Engine(Protocol):
         should_stop: Callable[[], bool] | None = None,
     ) -> SealReport:
         """Sign a statement about a checkpoint: its files and its state; nothing is written."""
+        ...
+
+    def push(self, directory: str, url: str, *, overwrite: bool = False) -> PushResult:
+        """Upload a local directory that a conversion wrote to the hub, by one commit."""
         ...
 
     def verify_sealed(self, source: SourceSpec, certificates: Sequence[str], keys: Sequence[str]) -> SealCheck:

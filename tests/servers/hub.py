@@ -15,6 +15,7 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from huggingface_hub.utils import close_session, validate_repo_id
 LARGE_BYTES = 64 << 10
 PART_BYTES = 100_000
 TOKEN = "hf_of_the_tests"
+READER = "hf_that_only_reads"
 _SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -97,7 +99,10 @@ class Request:
 
 @dataclass
 class Fault:
-    """What happens to the next requests that match: a status with headers, a body cut short, or a call of the test."""
+    """What happens to the next requests that match: a status with headers, a body cut short, or a call of the test.
+
+    A call that returns True lets the request do nothing, and its connection end.
+    """
 
     method: str
     path: str
@@ -105,7 +110,7 @@ class Fault:
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     cut: bool = False
-    call: Callable[[], None] | None = None
+    call: Callable[[], object] | None = None
 
 
 class Hub:
@@ -121,6 +126,8 @@ class Hub:
         self.generation = 0
         """Part of the addresses of large files; addresses of an earlier one have expired."""
         self.ranges = True
+        self.damages = False
+        """True to keep other bytes of large files than those that were sent."""
         self.uploaded_bytes = 0
         self.endpoint = self.files_endpoint = ""
 
@@ -173,7 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         )
         said = self.headers.get("Authorization")
         self.seen = Request(self.command, self.path, self.headers.get("Range"), said is not None)
-        self.authorized = said == f"Bearer {TOKEN}"
+        self.writes = said == f"Bearer {TOKEN}"
+        self.authorized = self.writes or said == f"Bearer {READER}"
         self.cut = False
         with self.hub.lock:
             self.hub.requests.append(self.seen)
@@ -185,8 +193,9 @@ class _Handler(BaseHTTPRequestHandler):
                 if found.times <= 0:
                     self.hub.faults.remove(found)
         if found is not None:
-            if found.call is not None:
-                found.call()
+            if found.call is not None and found.call() is True:
+                self.close_connection = True
+                return
             if found.status:
                 self._answer(found.status, {"error": "as the test asked"}, **found.headers)
                 return
@@ -256,6 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._bytes(hub.objects[rest[1]], ETag='"of-the-store"')
         elif kind == "put":
             hub.uploaded_bytes += len(self.body)
+            self.body = b"?" + self.body[1:] if hub.damages else self.body
             if len(rest) == 1:
                 hub.parts[rest[0]] = {1: self.body}
             else:
@@ -283,8 +293,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _create(self) -> None:
         asked = json.loads(self.body)
         name = f"{asked['organization']}/{asked['name']}"
-        if not self.authorized:
-            self._answer(401, {"error": "no token"})
+        if not self.writes:
+            self._answer(403, {"error": "no right to create a repository"})
         elif name in self.hub.repositories:
             self._answer(409, {"error": "You already created this model repo"})
         else:
@@ -387,7 +397,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _write(self, name: str, what: str, rest: str = "") -> None:
         if (found := self._visible(name)) is None:
             return
-        if not self.authorized:
+        if not self.writes:
             self._answer(403, {"error": "no right to write"})
             return
         asked: Any = None if what == "commit" else json.loads(self.body or b"{}")
@@ -395,12 +405,12 @@ class _Handler(BaseHTTPRequestHandler):
             if rest in found.refs:
                 self._answer(409, {"error": "Reference already exists"})
                 return
-            found.refs[rest] = found.refs[asked.get("startingPoint", "main")]
+            found.refs[rest] = found.refs.get(begin := asked.get("startingPoint", "main"), begin)
             self._answer(200, {})
         elif what == "batch":
             self._answer(200, {"transfer": "basic", "objects": [self._upload_of(name, o) for o in asked["objects"]]})
         elif (oid := self._commit_named(found, rest)) is not None:
-            (self._preupload if what == "preupload" else self._commit)(found, rest, oid)
+            (self._preupload if what == "preupload" else self._commit)(name, found, rest, oid)
 
     def _received(self, _name: str, what: str, oid: str) -> None:
         """Put the parts of a large file together; or compare the content with its id, and keep it."""
@@ -433,7 +443,7 @@ class _Handler(BaseHTTPRequestHandler):
         verify: dict[str, Any] = {"href": f"{self.hub.endpoint}/{name}/lfs-verify/{oid}", "header": {}}
         return {"oid": oid, "size": size, "actions": {"upload": upload, "verify": verify}}
 
-    def _preupload(self, found: Repository, _ref: str, oid: str) -> None:
+    def _preupload(self, _name: str, found: Repository, _ref: str, oid: str) -> None:
         asked = json.loads(self.body)
         files = found.commits[oid]
         rules = asked.get("gitIgnore")
@@ -449,7 +459,7 @@ class _Handler(BaseHTTPRequestHandler):
             for f in asked["files"]
         ]})  # fmt: skip
 
-    def _commit(self, found: Repository, ref: str, oid: str) -> None:
+    def _commit(self, name: str, found: Repository, ref: str, oid: str) -> None:
         header, *lines = [json.loads(line) for line in self.body.splitlines()]
         if header["value"].get("parentCommit", oid) != oid:
             self._answer(412, {"error": "A commit has happened since. Please refresh and try again."})
@@ -467,12 +477,21 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "deletedFile":
                 del files[path]
         made = found.commit(ref, files, header["value"]["summary"])
-        self._answer(200, {"commitUrl": f"{self.hub.endpoint}/commit/{made}", "commitOid": made})
+        self._answer(200, {"commitUrl": f"{self.hub.endpoint}/{name}/commit/{made}", "commitOid": made})
 
 
 def _entry(path: str, blob: Blob) -> dict[str, Any]:
     large = {"lfs": {"oid": blob.sha256, "size": len(blob.data), "pointerSize": 130}} if blob.large else {}
     return {"type": "file", "path": path, "oid": blob.oid, "size": len(blob.data), **large}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that have gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager
@@ -482,8 +501,7 @@ def hub_server() -> Generator[Hub]:
     servers: list[ThreadingHTTPServer] = []
     for of_files in (False, True):
         handler = type("Handler", (_Handler,), {"hub": hub, "of_files": of_files})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        server.daemon_threads = True
+        server = _Server(("127.0.0.1", 0), handler)
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         servers.append(server)
     # Two names for one host: a client must not send its token to the second.

@@ -39,6 +39,7 @@ from reshard.models.reports import (
     LayoutPicture,
     PrunePolicy,
     PruneReport,
+    PushResult,
     RunListing,
     SealCheck,
     SealReport,
@@ -52,10 +53,12 @@ from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.storage.locations import WRITABLE_URLS, open_location
+from reshard_engine.storage.locations import WRITABLE_URLS, open_location, service_store
 from reshard_engine.storage.texts import write_text
+from reshard_engine.storage.urls import scheme_of
 
 if TYPE_CHECKING:
+    from reshard_engine.operations.uploading import Upload
     from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 
 
@@ -83,6 +86,22 @@ def _configured_signing() -> Signing | None:
     """The key with which every conversion of this process is signed; None if its environment names none."""
     key = os.environ.get("RESHARD_SIGNING_KEY")
     return Signing(key=key, public_key=os.environ.get("RESHARD_SIGNING_PUBLIC_KEY")) if key else None
+
+
+def _uploading() -> ModuleType:
+    """The module of uploads to the hub.
+
+    Raises:
+        RequestError: `request.unknown_scheme` without the hub's client.
+    """
+    service_store("hf")
+    from reshard_engine.operations import uploading
+
+    return uploading
+
+
+def _is_hub(url: str) -> bool:
+    return scheme_of(url) == "hf"
 
 
 class LocalEngine:
@@ -123,7 +142,10 @@ class LocalEngine:
         """Plan the conversion that `convert` would run."""
         from reshard_engine.operations.conversion import Conversion, pinned_files
 
-        conversion = Conversion.prepare(request)
+        if _is_hub(request.target):
+            conversion: Conversion | Upload = _uploading().Upload.prepare(request)
+        else:
+            conversion = Conversion.prepare(request)
         plan, checkpoint = conversion.plan, conversion.checkpoint
         return PlanSummary(
             digest=plan.digest,
@@ -183,6 +205,22 @@ class LocalEngine:
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
+        if _is_hub(request.target):
+            if work is not None or on_plan is not None:
+                raise RequestError(
+                    "request.unsatisfiable",
+                    f"{printable(request.target)}: one process uploads to the hub, with the token of its user; jobs of "
+                    "a service and conversions on many workers do not",
+                    fix="convert to a directory or a bucket, and run on a machine with your token: "
+                    "reshard convert that hf://ORG/NAME",
+                )
+            if signing is not None or _configured_signing() is not None:
+                raise RequestError(
+                    "request.invalid",
+                    "certificates lie beside a target, and nothing lies beside a repository of the hub",
+                    fix="convert to a directory that is signed, and add --push",
+                )
+            return _uploading().upload(request, on_progress=on_progress, should_stop=should_stop)
         ownership = Ownership(on_plan, frozenset(abandoned))
 
         def convert() -> ConvertResult:
@@ -332,6 +370,10 @@ class LocalEngine:
     ) -> SealReport:
         """Sign a statement about a checkpoint: its files and its state."""
         return _sealing().seal(source, signing, options, on_progress=on_progress, should_stop=should_stop)
+
+    def push(self, directory: str, url: str, *, overwrite: bool = False) -> PushResult:
+        """Upload a local directory that a conversion wrote to the hub, by one commit."""
+        return _uploading().push(directory, url, overwrite=overwrite)
 
     def verify_sealed(self, source: SourceSpec, certificates: Sequence[str], keys: Sequence[str]) -> SealCheck:
         """Compare a checkpoint with its certificate: signature, chain, files and state."""

@@ -310,6 +310,14 @@ def convert(
         ),
     ] = None,
     public_key: PublicKey = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Then upload DST, with a model card, to hf://ORG/NAME[@BRANCH] by one commit.",
+            rich_help_panel=TARGET,
+        ),
+    ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -318,6 +326,8 @@ def convert(
     The same command resumes an interrupted conversion. A finished one is recognised and not repeated.
     """
     request = asked(flags, context, plan, source, target, quiet=quiet)
+    if push is not None:
+        request = request.for_hub()
     with planning_again(plan):
         if dry_run:
             show_plan(load_engine().plan(request), as_json=as_json)
@@ -326,7 +336,7 @@ def convert(
 
         work = shared_work(workers, worker, os.environ)
         signing = None if sign is None else _signing_of(sign, public_key, cert, trust)
-        run_conversion(request, work=work, signing=signing, as_json=as_json, quiet=quiet)
+        run_conversion(request, work=work, signing=signing, push=push, as_json=as_json, quiet=quiet)
 
 
 def asked(
@@ -363,6 +373,7 @@ def run_conversion(
     into: bool = False,
     work: SharedWork | None = None,
     signing: Signing | None = None,
+    push: str | None = None,
     as_json: bool = False,
     quiet: bool = False,
 ) -> None:
@@ -373,6 +384,7 @@ def run_conversion(
         into: True to write into an existing directory.
         work: This process's place among those that run the conversion together; None if it runs alone.
         signing: The key that signs certificates of source and target; None for no certificates.
+        push: The URL of a repository to which the finished target is uploaded; None for none.
         as_json: True to print the whole result on stdout, not only the path.
         quiet: True to print nothing on stderr but errors.
     """
@@ -391,6 +403,10 @@ def run_conversion(
         ) from None
     for url in result.certificates:
         hint(f"wrote {printable(url)}", quiet=quiet)
+    if push is not None:
+        done = engine.push(request.target, push, overwrite=request.overwrite)
+        what = "holds these files already, at" if done.already_done else "got them with"
+        hint(f"{printable(done.url)} {what} commit {done.commit}", quiet=quiet)
     _say_result(result, as_json=as_json, quiet=quiet)
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from reshard.choices import POINTERS, TargetFormat
 from reshard.draw.layout import render
@@ -320,6 +321,8 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
 
     The list is empty for formats of other packages.
     """
+    if target.startswith("hf://"):
+        return [f"in the script: {_hub_call(to, target)}"]
     away = remote(target)
     directory, tag = os.path.split(target.rstrip("/") if away else os.path.normpath(target))
     whole = "'DIR'" if away else repr(printable(target))
@@ -335,6 +338,16 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
     if to == DISTRIBUTED:
         found = [f"in the script: {_distributed_call(whole, set(files))}"]
     return [f"copy {printable(target)} to a directory DIR of each node", *found] if away and found else found
+
+
+def _hub_call(to: str, target: str) -> str:
+    """The call that loads a model, or an adapter, from a branch of the hub."""
+    name, _, branch = target.removeprefix("hf://").partition("@")
+    said = repr(printable(name)) + (f", revision={printable(unquote(branch))!r}" if branch else "")
+    load = (
+        "PeftModel.from_pretrained(base_model, " if to == TargetFormat.PEFT else "AutoModelForCausalLM.from_pretrained("
+    )
+    return f"{load}{said})"
 
 
 def _distributed_call(whole: str, files: set[str]) -> str:

@@ -20,13 +20,15 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from reshard.choices import JobKind, JobState, TargetFormat, VerifyLevel
+from reshard.choices import CARD_TARGETS, JobKind, JobState, TargetFormat, VerifyLevel
+from reshard.errors import RequestError, printable
 from reshard.installed_formats import OfInstalledFormats, default_options, option_fields, target_names
 from reshard.option import option_of
 from reshard.options import (
     ConversionOptions,
     Options,
     SourceSpec,
+    WeightsOptions,
     is_none,
 )
 from reshard.wire_model import MOST_BYTES, SCHEMA_VERSION, RequestModel, ShownModel, WireModel
@@ -128,6 +130,21 @@ class ConvertRequest(ConversionOptions, _Places):
         if self.plan is None or len(self.plan.files) <= _MOST_SENT:
             return self
         return self.model_copy(update={"plan": self.plan.without_files()})
+
+    def for_hub(self) -> Self:
+        """The request with a model card, as what goes to the Hugging Face hub has one.
+
+        Raises:
+            RequestError: `request.unsatisfiable` for what is no model.
+        """
+        if self.to not in CARD_TARGETS:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the hub takes models and adapters, and {printable(self.to)} is for training",
+                fix="write weights: --to safetensors; or write to a bucket or a directory",
+            )
+        weights = self.options.of(WeightsOptions).model_copy(update={"card": True})
+        return self.model_copy(update={"options": self.options.model_copy(update={"weights": weights})})
 
     def digested(self) -> dict[str, Any]:
         """The whole request as JSON, for a digest: with options under the names that digests have for them."""

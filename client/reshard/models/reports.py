@@ -9,7 +9,7 @@ from pydantic import Field
 
 from reshard.errors import counted
 from reshard.installed_formats import OfInstalledFormats
-from reshard.models.jobs import CastLoss, NotCarried, VerifyProblem
+from reshard.models.jobs import CastLoss, FileEntry, NotCarried, VerifyProblem
 from reshard.options import Options
 from reshard.wire_model import SCHEMA_VERSION, RenderedModel, RequestModel, ShownModel, WireModel
 
@@ -199,6 +199,18 @@ class Signing(WireModel):
     """URL or path of the certificate of a conversion's source; None to seal the source as well."""
     trusted: tuple[str, ...] = ()
     """URLs or paths of public keys that may have signed that certificate, beside this one."""
+
+
+class PushResult(WireModel):
+    """A directory that was uploaded to the Hugging Face hub."""
+
+    schema_version: int = SCHEMA_VERSION
+    url: str
+    commit: str
+    """The commit of the branch that holds the files."""
+    files: tuple[FileEntry, ...]
+    already_done: bool = False
+    """True if the branch held all files already, so that no commit was made."""
 
 
 class SealReport(WireModel):

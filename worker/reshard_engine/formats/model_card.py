@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import yaml
 
-from reshard.choices import TargetFormat
+from reshard.choices import CARD_TARGETS, TargetFormat
 from reshard.declared import flags_of
 from reshard.errors import RequestError, counted, format_size, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
@@ -32,7 +32,6 @@ from reshard_engine.plan.planner import source_facts
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
 
 CARD_NAME = "README.md"
-CARD_TARGETS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH, TargetFormat.PEFT)
 _CONFIGS = {"config.json": ("_name_or_path",), "adapter_config.json": ("base_model_name_or_path",)}
 """Configurations beside weights, and their fields that say from where the model was loaded."""
 _MOST_PATHS = 16

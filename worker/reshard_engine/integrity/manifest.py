@@ -58,7 +58,7 @@ class ManifestFile(_Facts):
     chunks: tuple[tuple[int, int, int], ...]
     """(offset, length, CRC-32), covering the file."""
     sha256: str | None = None
-    """SHA-256 of all bytes; only with verification `full`."""
+    """SHA-256 of all bytes; only with verification `full`, and in a repository of the hub."""
 
 
 class ManifestTensor(_Facts):

@@ -438,20 +438,9 @@ class Conversion:
         return self._decided[0]
 
     @property
-    def wanted_threads(self) -> int:
-        """Number of units to run in parallel, if memory allows."""
-        if self.request.threads is not None:
-            return self.request.threads
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        waits = self.sink.calls_wait or not self.checkpoint.is_local
-        return max(cores, REMOTE_THREADS) if waits else cores
-
-    @property
     def threads(self) -> int:
         """Number of units that run in parallel."""
-        plan = self.plan
-        memory_limit_bytes = self.request.memory_limit_bytes
-        return threads_within(memory_limit_bytes, plan.metadata_bytes, plan.chunk_bytes, self.wanted_threads)
+        return units_at_once(self.request, self.plan, waits=self.sink.calls_wait or not self.checkpoint.is_local)
 
     @property
     def peak_bytes(self) -> int:
@@ -647,13 +636,6 @@ class Conversion:
             self.sink.withdraw(error.details["paths"])
             raise
 
-    def _overflows(self, executor: Executor) -> list[str]:
-        became = "the largest number of" if self.plan.on_overflow is OverflowPolicy.SATURATE else "infinite in"
-        lost = {c.fqn: c.overflowed for c in casts_of(executor.records) if c.overflowed}
-        return [
-            f"{counted(count, 'element')} of {fqn} became {became} the narrower type" for fqn, count in lost.items()
-        ]
-
     def _manifest(self, executor: Executor, disagreements: Sequence[str]) -> Manifest:
         return build_manifest(
             self.checkpoint,
@@ -662,7 +644,7 @@ class Conversion:
             executor.records,
             pointer=None if self.pointer is None else self.pointer.name,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            warnings=(*self.plan.warnings, *disagreements, *self._overflows(executor)),
+            warnings=(*self.plan.warnings, *disagreements, *overflow_warnings(self.plan, executor.records)),
         )
 
     def _still_holds(
@@ -714,6 +696,22 @@ class Conversion:
             casts=manifest.casts,
             verification=self.request.verify if self.request.verify is VerifyLevel.FULL else manifest.verification,
         )
+
+
+def units_at_once(request: ConvertRequest, plan: Plan, *, waits: bool) -> int:
+    """Number of units to run in parallel, as far as memory allows. `waits`: calls wait for a network."""
+    wanted = request.threads
+    if wanted is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted = max(cores, REMOTE_THREADS) if waits else cores
+    return threads_within(request.memory_limit_bytes, plan.metadata_bytes, plan.chunk_bytes, wanted)
+
+
+def overflow_warnings(plan: Plan, records: Mapping[int, UnitRecord]) -> list[str]:
+    """A warning for each parameter of which elements were too large for the target's type."""
+    became = "the largest number of" if plan.on_overflow is OverflowPolicy.SATURATE else "infinite in"
+    lost = {c.fqn: c.overflowed for c in casts_of(records) if c.overflowed}
+    return [f"{counted(count, 'element')} of {fqn} became {became} the narrower type" for fqn, count in lost.items()]
 
 
 def _lap(seconds: dict[str, float], phase: str, clock: float) -> float:

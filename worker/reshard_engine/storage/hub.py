@@ -15,14 +15,14 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
-from huggingface_hub import HfApi, constants, get_session, hf_hub_url
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -34,10 +34,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.lfs import UploadInfo
 from huggingface_hub.utils import (
     build_hf_headers,  # pyright: ignore[reportUnknownVariableType]  # a bare `dict` among its arguments
+    disable_progress_bars,
     hf_raise_for_status,
 )
+from huggingface_hub.utils.sha import git_hash
 
 from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.local import changed
@@ -92,14 +95,12 @@ class HubPath:
 def _typed(error: BaseException, path: str) -> ReshardError:
     """The typed error for an exception of huggingface_hub or of its HTTP library."""
     where = f"hf://{printable(path)}"
-    # The first line is the status and the URL; what follows is general advice.
-    text = f"{where}: {printable(' '.join(str(error).split())[:300])}"
     if isinstance(error, OfflineModeIsEnabled):
         return RequestError(
             "request.invalid", f"{where}: HF_HUB_OFFLINE forbids requests to the hub", fix="unset HF_HUB_OFFLINE"
         )
     if isinstance(error, HFValidationError):
-        return RequestError("request.invalid", text, fix="write hf://ORG/NAME")
+        return RequestError("request.invalid", f"{where}: {printable(str(error))}", fix="write hf://ORG/NAME")
     if isinstance(error, GatedRepoError):
         return StorageError(
             "storage.denied",
@@ -111,17 +112,19 @@ def _typed(error: BaseException, path: str) -> ReshardError:
             "source.not_found",
             f"{where}: the hub shows no such repository to this token",
             fix=f"correct the name; if the repository is private: {_SIGN_IN}",
+            details={"missing": "repository"},
         )
     if isinstance(error, RevisionNotFoundError):
         return SourceError(
             "source.not_found",
             f"{where}: the repository has no such revision",
             fix="name a branch, a tag or a commit of 40 digits: hf://ORG/NAME@REVISION",
+            details={"missing": "revision"},
         )
     if isinstance(error, EntryNotFoundError):
         return SourceError("source.not_found", f"{where} does not exist", fix="correct the path in the repository")
     if isinstance(error, HfHubHTTPError):
-        return _of_status(error, where, text)
+        return _of_status(error, where)
     if isinstance(error, HTTPError | OSError):
         return StorageError(
             "storage.unavailable",
@@ -131,8 +134,9 @@ def _typed(error: BaseException, path: str) -> ReshardError:
     return StorageError("storage.protocol", f"{where}: the hub's answer is malformed: {printable(str(error)[:300])}")
 
 
-def _of_status(error: HfHubHTTPError, where: str, text: str) -> StorageError:
+def _of_status(error: HfHubHTTPError, where: str) -> StorageError:
     status = error.response.status_code
+    text = f"{where}: {status} {printable(error.server_message or error.response.reason_phrase)}"
     if status in (401, 403):
         return StorageError("storage.denied", text, fix=_SIGN_IN)
     if status in (409, 412):
@@ -211,6 +215,11 @@ class HubStore:
         self._addresses: dict[str, str] = {}
         """Signed addresses of large files, by path, as the hub gave them. It counts requests for them."""
 
+    @classmethod
+    def of_profile(cls, _profile: str | None, beside: object = None) -> HubStore:
+        """The store that serves locations of this process, whatever the profile: the library finds its own token."""
+        return beside if isinstance(beside, cls) else cls()
+
     def commit_of(self, path: str) -> str:
         """The commit that the path's revision named when this store first asked.
 
@@ -226,6 +235,15 @@ class HubStore:
                     raise StorageError("storage.protocol", f"hf://{printable(path)}: the hub names no commit")
                 self._commits[key] = info.sha
             return self._commits[key]
+
+    def commit_if_any(self, path: str) -> str | None:
+        """The commit that the path's revision named, or None if there is no such repository or revision."""
+        try:
+            return self.commit_of(path)
+        except SourceError as error:
+            if "missing" in error.details:
+                return None
+            raise
 
     def _tree(self, path: str) -> dict[str, ObjectInfo]:
         """All files of the path's commit, by path in the repository. The prefix of their own paths is the caller's."""
@@ -331,6 +349,98 @@ class HubStore:
                 fix="run the same command again",
             )
         return None
+
+    # -- one commit -----------------------------------------------------------------------------------
+
+    def publish(self, path: str, additions: Sequence[CommitOperationAdd], gone: Sequence[str], message: str) -> str:
+        """Write files into a branch by one commit; returns it. Content that the hub has already is not sent again.
+
+        A repository that does not exist is created, private; a branch that does not exist begins at `main`.
+
+        Args:
+            path: `ORG/NAME[@BRANCH]`.
+            additions: The files, with the content that they had when they were made.
+            gone: Paths of files to remove.
+            message: First line of the commit's message.
+
+        Raises:
+            StorageError: `storage.conflict` if the branch is not at the commit that this store knows. Nothing is
+                changed then.
+        """
+        named, parent = HubPath.of(path), self._parent_of(path)
+
+        def commit() -> str:
+            self._api.preupload_lfs_files(
+                named.repository,
+                additions,
+                revision=named.revision,
+                free_memory=False,
+                # Nothing is left out: a model without its weights would be committed otherwise.
+                gitignore_content="",
+            )
+            made = self._api.create_commit(
+                named.repository,
+                [*additions, *(CommitOperationDelete(name) for name in gone)],
+                commit_message=message,
+                revision=named.revision,
+                parent_commit=parent,
+            )
+            return made.oid
+
+        disable_progress_bars()  # reshard shows its own
+        try:
+            made = _tried(path, commit)
+        except StorageError as error:
+            # The answer to a commit can be lost, and then its second try finds the branch moved, by itself.
+            found = error.code in ("storage.conflict", "storage.protocol")
+            made = HubStore().commit_if_any(path) if found else None
+            if made is None or not self.holds(f"{named.repository}@{made}", additions):
+                raise
+        with self._lock:
+            self._commits[named.repository, named.revision] = made
+        if not self.holds(path, additions):
+            raise StorageError("storage.protocol", f"hf://{printable(path)}: commit {made} does not hold what was sent")
+        return made
+
+    def _parent_of(self, path: str) -> str:
+        named = HubPath.of(path)
+        if (known := self.commit_if_any(path)) is not None:
+            return known
+        is_main = named.revision == constants.DEFAULT_REVISION
+        if is_main or self.commit_if_any(named.repository) is None:
+            _tried(path, lambda: self._api.create_repo(named.repository, private=True))
+        if not is_main:
+            begin = self.commit_of(named.repository)
+            _tried(path, lambda: self._api.create_branch(named.repository, branch=named.revision, revision=begin))
+        return self.commit_of(path)
+
+    def holds(self, path: str, additions: Sequence[CommitOperationAdd]) -> bool:
+        """True if the commit of a path has files of these names and contents; it may have others."""
+        return all(
+            (info := self.stat(join(path, a.path_in_repo))) is not None and pin_of(a, info) == info.pin
+            for a in additions
+        )
+
+
+class KnownFile(CommitOperationAdd):
+    """A file for the hub that is read when it is sent, as often as it is sent. Its digest is known before."""
+
+    def __init__(self, path: str, file: BinaryIO, *, size_bytes: int, sha256: bytes, sample: bytes) -> None:
+        """`sample` is the beginning of the content, 512 bytes at most."""
+        self.path_in_repo = path
+        self.path_or_fileobj = file
+        self.upload_info = UploadInfo(size_bytes, sample, sha256)
+
+
+def pin_of(addition: CommitOperationAdd, info: ObjectInfo) -> str:
+    """The pin of a file's content, in the way in which the hub keeps the file: large, or as an object of git."""
+    if info.pin.startswith("sha256:"):
+        return f"sha256:{addition.upload_info.sha256.hex()}"
+    if addition.upload_info.size != info.size_bytes:
+        return ""
+    with addition.as_file() as file:
+        body = file.read()
+    return f"git:{git_hash(body)}"
 
 
 def _refuse_other_content(info: ObjectInfo, headers: Mapping[str, str]) -> None:
