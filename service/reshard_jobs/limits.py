@@ -16,7 +16,7 @@ from reshard.errors import RequestError, format_size, printable
 from reshard.models.jobs import ConvertRequest
 from reshard.options import DEFAULT_MEMORY_LIMIT_BYTES, SourceSpec
 from reshard.wire_model import MOST_BYTES
-from reshard_engine.storage.urls import canonical_url, is_local, is_within
+from reshard_engine.storage.urls import canonical_url, is_local, is_within, refuse_upload
 from reshard_jobs.tables import TenantRow
 
 # Roots: the URL prefixes below which jobs may read and write, compared after normalisation.
@@ -86,11 +86,12 @@ class Roots:
         """The request with normalised URLs, if all of them are allowed. `write`: the roots of targets, if others.
 
         Raises:
-            RequestError: As `allowed`.
+            RequestError: As `allowed`; `request.unsatisfiable` for a repository of the hub as the target.
         """
         source = self._source_of(request)
         writable = write or self
         target = writable.allowed(request.target)
+        refuse_upload(target)
         if target in {normalized_url(root) for root in writable.urls}:
             # A conversion also writes beside its target: `latest_universal`, its journal.
             raise _forbidden(request.target)

@@ -200,7 +200,7 @@ def test_a_server_that_does_not_answer_is_given_up(
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     hub.fail("GET", "^/get/", times=5, call=lambda: released.wait(120))
     error = raised("storage.unavailable", lambda: reshard.inspect("hf://org/name"))
-    assert "ReadTimeout" in error.message
+    assert "did not answer in time" in error.message
     released.set()
 
 

@@ -21,7 +21,7 @@ from house.saves import DATA
 from reshard.cli.main import app
 
 GOLDEN = Path(__file__).with_name("golden") / "fixes.txt"
-_OTHERS = frozenset({"--local-dir"})
+_OTHERS = frozenset({"--local-dir", "--repo-type"})
 """Options of other programs that a fix names."""
 
 

@@ -55,7 +55,7 @@ from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import WRITABLE_URLS, open_location, service_store
 from reshard_engine.storage.texts import write_text
-from reshard_engine.storage.urls import scheme_of
+from reshard_engine.storage.urls import refuse_upload, scheme_of
 
 if TYPE_CHECKING:
     from reshard_engine.operations.uploading import Upload
@@ -207,13 +207,7 @@ class LocalEngine:
             on_progress(Progress(phase="planning"))
         if _is_hub(request.target):
             if work is not None or on_plan is not None:
-                raise RequestError(
-                    "request.unsatisfiable",
-                    f"{printable(request.target)}: one process uploads to the hub, with the token of its user; jobs of "
-                    "a service and conversions on many workers do not",
-                    fix="convert to a directory or a bucket, and run on a machine with your token: "
-                    "reshard convert that hf://ORG/NAME",
-                )
+                refuse_upload(request.target)
             if signing is not None or _configured_signing() is not None:
                 raise RequestError(
                     "request.invalid",

@@ -394,7 +394,7 @@ def run_conversion(
         with stoppable() as stop, progress_shown(quiet=quiet) as show:
             result = call(request, on_progress=show, should_stop=stop.is_set)
     except JobError as error:
-        if error.code != "job.cancelled":
+        if error.code != "job.cancelled" or request.target.startswith("hf://"):  # an upload leaves nothing to clean
             raise
         raise JobError(
             "job.cancelled",

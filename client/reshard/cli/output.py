@@ -322,7 +322,7 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
     The list is empty for formats of other packages.
     """
     if target.startswith("hf://"):
-        return [f"in the script: {_hub_call(to, target)}"]
+        return [_from_hub(to, target, files)]
     away = remote(target)
     directory, tag = os.path.split(target.rstrip("/") if away else os.path.normpath(target))
     whole = "'DIR'" if away else repr(printable(target))
@@ -340,14 +340,17 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
     return [f"copy {printable(target)} to a directory DIR of each node", *found] if away and found else found
 
 
-def _hub_call(to: str, target: str) -> str:
-    """The call that loads a model, or an adapter, from a branch of the hub."""
+def _from_hub(to: str, target: str, files: Iterable[str]) -> str:
+    """How a model, or an adapter, is loaded from a branch of the hub."""
     name, _, branch = target.removeprefix("hf://").partition("@")
-    said = repr(printable(name)) + (f", revision={printable(unquote(branch))!r}" if branch else "")
-    load = (
-        "PeftModel.from_pretrained(base_model, " if to == TargetFormat.PEFT else "AutoModelForCausalLM.from_pretrained("
-    )
-    return f"{load}{said})"
+    branch = printable(unquote(branch))
+    said = repr(printable(name)) + (f", revision={branch!r}" if branch else "")
+    if to == TargetFormat.PEFT:
+        return f"in the script: PeftModel.from_pretrained(base_model, {said})"
+    if "config.json" in files:
+        return f"in the script: AutoModelForCausalLM.from_pretrained({said})"
+    revision = f" --revision {shlex.quote(branch)}" if branch else ""
+    return f"hf download {shlex.quote(printable(name))}{revision} --local-dir DIR (it has no config.json)"
 
 
 def _distributed_call(whole: str, files: set[str]) -> str:

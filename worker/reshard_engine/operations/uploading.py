@@ -45,7 +45,7 @@ from reshard_engine.storage.protocol import ObjectInfo, read_bytes
 _SAMPLE_BYTES = 512
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
-"""Files that a loader may take for the weights in place of others: transformers 5.18 looks for `model.safetensors`,
+"""Files that a loader may take for the weights in place of others: transformers 5.23.0 looks for `model.safetensors`,
 then for its index, then for `pytorch_model.bin` (`modeling_utils.py`, `_get_resolved_checkpoint_files`)."""
 
 
@@ -200,7 +200,7 @@ class Upload:
             raise RequestError(
                 "request.invalid",
                 "--verify full reads a target before its commit, and the hub shows no file before it",
-                fix=f"leave --verify out, and then: reshard verify {printable(request.target)}",
+                fix="leave --verify out, and verify the repository afterwards",
             )
         request = request.for_hub()
         layout = VirtualCheckpoint.prepare(request, exact_crcs=True, compare=False)
@@ -395,7 +395,7 @@ def push(directory: str, url: str, *, overwrite: bool = False) -> PushResult:
         raise SourceError(
             "source.not_found",
             f"{printable(directory)} is no local directory with {MANIFEST_NAME}",
-            fix="push a directory that reshard convert wrote",
+            fix="name the directory that a conversion wrote",
         )
     if manifest.target.get("to") not in CARD_TARGETS:
         raise RequestError(

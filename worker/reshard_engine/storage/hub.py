@@ -59,6 +59,7 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _RESET = re.compile(r"\bt=(\d+)")
 """Seconds until a rate limit ends, in the header `RateLimit` (huggingface_hub, `parse_ratelimit_headers`)."""
 _SIGN_IN = "export HF_TOKEN=... (https://huggingface.co/settings/tokens), or run: hf auth login"
+_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -72,20 +73,10 @@ class HubPath:
 
     @classmethod
     def of(cls, path: str) -> HubPath:
-        """Parse a canonical path (`storage.urls`).
-
-        Raises:
-            RequestError: `request.invalid` for the name of an owner alone.
-        """
+        """Parse a canonical path (`storage.urls`)."""
         owner, _, rest = path.partition("/")
         named, _, inner = rest.partition("/")
         name, _, revision = named.partition("@")
-        if not name:
-            raise RequestError(
-                "request.invalid",
-                f"hf://{printable(path)} names no repository",
-                fix="write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/DIRECTORY",
-            )
         return cls(f"{owner}/{name}", unquote(revision) or constants.DEFAULT_REVISION, inner)
 
 
@@ -126,9 +117,11 @@ def _typed(error: BaseException, path: str) -> ReshardError:
     if isinstance(error, HfHubHTTPError):
         return _of_status(error, where)
     if isinstance(error, HTTPError | OSError):
+        late = "Timeout" in type(error).__name__
+        reason = "it did not answer in time" if late else printable(_NUMBER.sub("", str(error)))
         return StorageError(
             "storage.unavailable",
-            f"{where}: {type(error).__name__}: {printable(str(error))}",
+            f"{where}: the hub cannot be reached: {reason}",
             fix="check HF_ENDPOINT and the network, then run the same command again",
         )
     return StorageError("storage.protocol", f"{where}: the hub's answer is malformed: {printable(str(error)[:300])}")

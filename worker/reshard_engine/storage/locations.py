@@ -78,6 +78,12 @@ def open_location(url: str, profile: str | None = None, *, beside: Location | No
     scheme, path = scheme_of(url), name.partition("://")[2]
     if (served := _SERVED.get().get(scheme)) is not None:
         return Location(served, path, name)
+    if scheme in _HUB and "/" not in path:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(name)} names no repository",
+            fix="write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/DIRECTORY",
+        )
     if scheme in (*WRITABLE, *_HUB):
         kind = service_store(scheme)
         return Location(kind.of_profile(profile, None if beside is None else beside.store), path, name)

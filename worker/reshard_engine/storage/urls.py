@@ -124,6 +124,21 @@ def _local_path(url: str) -> str:
     return "/" + path
 
 
+def refuse_upload(url: str) -> None:
+    """Refuse a repository of the hub as the target of a job, or of several processes.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    if scheme_of(url) == "hf":
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{printable(url)}: one process uploads to the hub, with the token of its user; jobs of a service and "
+            "conversions on many workers do not",
+            fix="convert to a directory or a bucket, and upload that from a machine that has your token",
+        )
+
+
 def is_within(url: str, root: str) -> bool:
     """True if a canonical URL is a canonical root or lies below it."""
     return url == root or url.startswith(root.rstrip("/") + "/")
