@@ -19,11 +19,13 @@ from safetensors.numpy import load, save
 
 import reshard
 from house.repository import ROOT
+from reshard.api.client import Client
 from reshard.errors import ReshardError
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.storage.urls import canonical_url
 from servers.hub import TOKEN, Blob, Hub, hub_of_this_process
+from servers.stack import Stack
 
 SOURCE = ROOT / "tests" / "data" / "zero2_tiny"
 SIZE_BYTES = 400_000
@@ -75,6 +77,23 @@ def test_a_training_checkpoint_is_read_as_from_a_disk(hub: Hub, tmp_path: Path) 
     made, as_from_disk = (tmp_path / name / "model.safetensors" for name in ("there", "here"))
     assert made.read_bytes() == as_from_disk.read_bytes()
     assert reshard.plan(url, "-", to="safetensors").source_format == here.format
+
+
+def test_a_job_of_a_service_reads_it(hub: Hub, tmp_path: Path) -> None:
+    """Below a root, with the token of the worker's environment; an upload is refused when it is submitted."""
+    roots = {"RESHARD_ROOTS": f"hf://org,{tmp_path}"}
+    env = {name: value for name, value in hub.env().items() if not name.startswith("RESHARD_")}
+    stack = Stack(tmp_path / "logs", f"sqlite:///{tmp_path}/jobs.db", scripted=False, extra={**env, **roots})
+    hub.repositories["org/name"].private = True
+    with stack.api() as url, stack.worker(), Client(url, None) as client:
+        job = client.submit("hf://org/name", str(tmp_path / "out"), to="safetensors")
+        assert client.wait(job.id, timeout_s=120).state == "SUCCEEDED"
+        raised(
+            "request.root_forbidden", lambda: client.submit("hf://other/name", str(tmp_path / "x"), to="safetensors")
+        )
+        raised("request.unsatisfiable", lambda: client.submit("hf://org/name", "hf://org/new", to="safetensors"))
+    assert reshard.diff("hf://org/name", tmp_path / "out").equal
+    assert {*hub.repositories} == {"org/name"}
 
 
 def test_a_range_is_read_as_it_is_asked_for(hub: Hub, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def source(tmp_path: Path) -> Path:
 OPTIONS: dict[str, Any] = {"to": "safetensors", "max_shard_size": 9 * COUNT, "part_size": 65_536, "progress": False}
 
 
-def _upload(source: Path, url: str = "hf://org/name", **options: Any) -> reshard.ConvertResult:
+def _upload(source: Path | str, url: str = "hf://org/name", **options: Any) -> reshard.ConvertResult:
     return reshard.convert(source, url, **{"model_files": source, **OPTIONS, **options})
 
 
@@ -160,6 +160,25 @@ def test_another_model_is_replaced_only_when_asked(hub: Hub, source: Path) -> No
     assert not set(stale) & set(found.files())
     assert {"training_args.bin", "notes/model.safetensors"} <= set(found.files())
     assert len(_elements({p: b for p, b in found.files().items() if "/" not in p})) == 4
+
+
+def test_a_model_of_the_hub_gives_its_files(hub: Hub, source: Path, tmp_path: Path) -> None:
+    """The configuration beside the weights comes from a repository, and the weights from another one."""
+    files = {"config.json": b'{"model_type": "llama", "dtype": "float32"}', "generation_config.json": b"{}"}
+    hub.repository("org/start", files)
+    hub.repository("org/weights", {"model.safetensors": (source / "model.safetensors").read_bytes()})
+    _upload("hf://org/weights", model_files="hf://org/start", dtype="bf16")
+    found = hub.repositories["org/name"].files()
+    assert json.loads(found["config.json"].data)["dtype"] == "bfloat16"
+    assert found["generation_config.json"].data == b"{}"
+    assert reshard.diff("hf://org/weights", "hf://org/name", states="weights").equal
+
+
+def test_a_file_that_is_made_goes_past_xet(hub: Hub, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client sends it by LFS, although hf_xet is installed: Xet takes no file that is made while it is sent."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    _upload(source)
+    assert reshard.verify("hf://org/name").ok
 
 
 def test_a_branch_is_written_and_made(hub: Hub, source: Path) -> None:
@@ -370,6 +389,34 @@ def test_push_uploads_what_was_written(hub: Hub, source: Path, tmp_path: Path) -
     raised("request.target_exists", lambda: reshard.push(out, "hf://org/name"))
     assert reshard.push(out, "hf://org/name", overwrite=True).already_done is False
     assert not any("-of-" in name for name in found.files())
+    assert reshard.diff(out, "hf://org/name").equal
+
+
+def test_a_killed_push_changes_nothing_and_the_next_one_ends_it(hub: Hub, source: Path, tmp_path: Path) -> None:
+    """The first shard is not sent again."""
+    out = tmp_path / "out"
+    command = [*_command(source, url=str(out)), "--push", "hf://org/name"]
+    found = hub.repository("org/name", {"LICENSE": b"mine"})
+    started: list[subprocess.Popen[bytes]] = []
+
+    def arrive() -> bool:
+        if not hub.objects:
+            return False
+        started[0].send_signal(signal.SIGKILL)
+        started[0].wait(120)
+        return True
+
+    hub.fail("POST", "/lfs-verify/", times=2, call=arrive)
+    started.append(subprocess.Popen(command, env=hub.env(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    assert started[0].wait(240) == -signal.SIGKILL
+    assert found.messages == ["initial commit"]
+    before = hub.uploaded_bytes
+    done = subprocess.run(command, env=hub.env(), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "already done" in done.stderr
+    assert len(found.messages) == 2
+    assert len(hub.objects) == 2
+    assert hub.uploaded_bytes - before == len(list(hub.objects.values())[1])
     assert reshard.diff(out, "hf://org/name").equal
 
 

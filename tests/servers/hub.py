@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -36,14 +37,14 @@ READER = "hf_that_only_reads"
 _SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Blob:
     """One file of a commit."""
 
     data: bytes
     large: bool
 
-    @property
+    @cached_property
     def oid(self) -> str:
         """The id of its object in git: that of a large file is of its pointer."""
         body = self.data
@@ -54,7 +55,7 @@ class Blob:
             )
         return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         return hashlib.sha256(self.data).hexdigest()
 

@@ -164,6 +164,23 @@ def test_a_request_is_rewritten_to_what_was_judged(tmp_path: Path) -> None:
         Roots.parse("data,s3://bucket")
 
 
+def test_jobs_read_a_repository_below_a_root_and_upload_nothing(tmp_path: Path) -> None:
+    """A root of an owner has all revisions of its repositories; that of a repository has its branch `main` alone."""
+    roots = Roots.parse(f"hf://org,hf://other/name,{tmp_path}")
+    assert roots.allowed("hf://org/name@main/run/") == "hf://org/name/run"
+    assert roots.allowed("hf://org/name@refs/pr/1") == "hf://org/name@refs%2Fpr%2F1"
+    assert roots.allowed("hf://models/other/name") == "hf://other/name"
+    for url in ("hf://organ/name", "hf://other/name@exp", "hf://other/name2", "hf://other"):
+        with pytest.raises(RequestError, match="root_forbidden"):
+            roots.allowed(url)
+    request = ConvertRequest(source=SourceSpec(url="hf://org/name"), target="hf://org/new", to=TargetFormat.SAFETENSORS)
+    for allowed in (roots, Roots()):
+        with pytest.raises(RequestError, match=r"request\.unsatisfiable.*token of its user"):
+            allowed.allowed_request(request)
+    local = request.model_copy(update={"target": str(tmp_path / "out")})
+    assert roots.allowed_request(local).source.url == "hf://org/name"
+
+
 def test_settings() -> None:
     settings = JobSettings.from_env({"RESHARD_LEASE_S": "6", "RESHARD_HEARTBEAT_S": "1.5", "RESHARD_ROOTS": "s3://b"})
     assert (settings.lease_s, settings.heartbeat_s, settings.roots.urls) == (6.0, 1.5, ("s3://b",))
