@@ -3,6 +3,7 @@
 from servers.fixtures import (
     bucket,
     database_url,
+    gcs,
     make_stack,
     postgres,
     redis,
@@ -17,6 +18,7 @@ from servers.fixtures import (
 __all__ = [
     "bucket",
     "database_url",
+    "gcs",
     "make_stack",
     "postgres",
     "redis",

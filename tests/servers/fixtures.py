@@ -14,6 +14,7 @@ import pytest
 from house.shared import started_once
 from house.tiers import STORES
 from servers.azure import azure_server
+from servers.gcs import gcs_server
 from servers.postgres import PostgresServer, postgres_server
 from servers.redis import redis_server
 from servers.s3 import S3Server, s3_server
@@ -26,6 +27,7 @@ _REDIS = pytest.StashKey[str]()
 _STORES: Mapping[str, tuple[pytest.StashKey[ObjectServer], Callable[[Path], AbstractContextManager[ObjectServer]]]] = {
     "s3": (pytest.StashKey(), s3_server),
     "az": (pytest.StashKey(), azure_server),
+    "gs": (pytest.StashKey(), gcs_server),
 }
 """The servers by which tests of any object store run; one that cannot run here calls `pytest.skip`."""
 
@@ -87,6 +89,12 @@ def store_bucket(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in store.env().items():
         monkeypatch.setenv(name, value)
     return store.new_bucket()
+
+
+@pytest.fixture(scope="session")
+def gcs(request: pytest.FixtureRequest) -> ObjectServer:
+    """fake-gcs-server."""
+    return _started(request, "gs")
 
 
 @pytest.fixture

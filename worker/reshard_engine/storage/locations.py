@@ -21,6 +21,7 @@ WRITABLE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         "s3": ("reshard_engine.storage.s3", "S3Store", "worker"),
         "az": ("reshard_engine.storage.azure", "AzureStore", "azure"),
+        "gs": ("reshard_engine.storage.gcs", "GcsStore", "gcs"),
     }
 )
 """Schemes of the stores that can be written: module and class of a `ServiceStore`, and the extra that installs it."""

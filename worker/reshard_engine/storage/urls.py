@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from reshard.errors import SEE_HELP, RequestError, printable
 
 LOCAL_SCHEMES = ("file", "local")
-_ALIASES = {"s3a": "s3", "s3n": "s3", "abfs": "az", "abfss": "az"}
+_ALIASES = {"s3a": "s3", "s3n": "s3", "abfs": "az", "abfss": "az", "gcs": "gs"}
 _HOSTS = ("", "localhost")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_LITERAL = frozenset({"s3", "az", "mem"})
+_LITERAL = frozenset({"s3", "az", "gs", "mem"})
 """Schemes whose keys hold `%` as any other character: our own stores, and fsspec's and the vendors' tools. `%2e%2e` is
 a name of six characters there, and leads nowhere."""
 _OTHER_REPOSITORIES = ("datasets", "spaces", "kernels", "buckets")

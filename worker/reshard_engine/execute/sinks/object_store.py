@@ -193,7 +193,7 @@ class ObjectSink:
                 file = entry.chunk.file
                 if not self._uploads.is_large(file):
                     info = objects.get(self._path(file))
-                    if info is None or info.size_bytes != entry.chunk.length_bytes or info.pin != f"etag:{entry.etag}":
+                    if info is None or (info.size_bytes, _etag(info)) != (entry.chunk.length_bytes, entry.etag):
                         return False
                 elif file not in self._uploads.completed:
                     part = parts.get(file, {}).get(self._numbers.get(entry.chunk, 0))
@@ -245,14 +245,14 @@ class ObjectSink:
 
     def _put_once(self, path: str, data: bytes | memoryview, facts: Mapping[str, str], crc32: int) -> str:
         try:
-            return self._store.put(path, data, metadata=facts, if_absent=True, crc32=crc32).pin.removeprefix("etag:")
+            return _etag(self._store.put(path, data, metadata=facts, if_absent=True, crc32=crc32))
         except StorageError as error:
             if not (error.code == "storage.conflict" or error.retryable) or not self._is_mine(path, len(data), crc32):
                 raise
         info = self._store.stat(path)
         if info is None:
             raise StorageError("storage.protocol", f"{printable(path)} vanished after it was written")
-        return info.pin.removeprefix("etag:")
+        return _etag(info)
 
     def record(self, record: UnitRecord) -> None:
         """Write the record of a unit as one small object, or give it to the journal of the workers."""
@@ -317,11 +317,7 @@ class ObjectSink:
             planned, info = self._plan.files[file], objects.get(self._path(file))
             receipt = etags[file].get(1) if not self._uploads.is_large(file) else None
             held = -1 if info is None else info.size_bytes
-            if (
-                info is None
-                or held != planned.size_bytes
-                or (receipt is not None and info.pin != f"etag:{receipt.etag}")
-            ):
+            if info is None or held != planned.size_bytes or (receipt is not None and _etag(info) != receipt.etag):
                 self._control.require_claim(self._plan)
                 raise IntegrityError(
                     "integrity.mismatch",
@@ -453,3 +449,8 @@ class ObjectSink:
 
     def _is_published(self) -> bool:
         return self._leftovers.is_written_by(join(self._target, MANIFEST_NAME), self._plan.digest)
+
+
+def _etag(info: ObjectInfo) -> str:
+    """The pin of an object as receipts spell it: that of a store with ETags is the ETag itself."""
+    return info.pin.removeprefix("etag:")
