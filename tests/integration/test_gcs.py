@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,20 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import write_zero_checkpoint
 
+from house.dying import dying
 from house.expected import raised
 from house.requests import asked
 from house.saves import DATA
+from house.tiers import rest_full
+from house.waiting import at_once
 from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
+from reshard_engine.storage import gcs as gcs_module
 from reshard_engine.storage.gcs import GcsProfile, GcsStore
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import CopyingStore, ObjectInfo, ObjectStore, PartInfo, read_bytes
 from servers.answering import Handler, answering
-from servers.gcs import GcsServer
+from servers.gcs import GcsServer, documented
 
 FLAT, WIDE = 1010, 30
 KEYS = [
@@ -91,6 +97,28 @@ def test_the_protocol_is_kept(gcs: GcsServer) -> None:
     assert store.copy_part(path, "id", 1, made, offset=0, length=5) is None
 
 
+def test_other_bytes_than_were_sent_are_not_kept(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server as it is keeps them and tells their CRC32C; the documented one refuses the request."""
+    true = gcs_module._crc32c
+    with documented(gcs) as strict:
+        for server in (gcs, strict):
+            store, path = GcsStore(GcsProfile(server.endpoint)), f"{server.new_bucket()}/x"
+            monkeypatch.setattr(gcs_module, "_crc32c", lambda data: true(bytes(data)[:-1] + b"!"))
+            error = raised(ReshardError, store.put, path, b"hello", metadata={}, if_absent=True)
+            assert (error.code, store.stat(path)) == ("storage.unavailable", None)
+            monkeypatch.setattr(gcs_module, "_crc32c", true)
+            assert store.put(path, b"hello", metadata={}, if_absent=True).size_bytes == 5
+
+
+def test_a_pinned_read_asks_for_its_generation(gcs: GcsServer) -> None:
+    with documented(gcs) as server:
+        store, path = GcsStore(GcsProfile(server.endpoint)), f"{server.new_bucket()}/x"
+        info = store.put(path, b"hello", metadata={}, if_absent=True)
+        assert read_bytes(store, info) == b"hello"
+        store.put(path, b"other", metadata={}, if_absent=False)
+        assert raised(ReshardError, read_bytes, store, info).code == "source.changed"
+
+
 def test_bytes_that_change_in_memory_are_not_written(gcs: GcsServer) -> None:
     store, bucket = GcsStore(GcsProfile(gcs.endpoint)), gcs.new_bucket()
     error = raised(ReshardError, store.put, f"{bucket}/x", b"hello", metadata={}, if_absent=True, crc32=1)
@@ -100,14 +128,24 @@ def test_bytes_that_change_in_memory_are_not_written(gcs: GcsServer) -> None:
 # Uploads in parts.
 
 
-@pytest.fixture
-def store(gcs: GcsServer) -> GcsStore:
-    return GcsStore(GcsProfile(gcs.endpoint))
+@pytest.fixture(params=["fake-gcs-server", "as documented"])
+def server(gcs: GcsServer, request: pytest.FixtureRequest) -> Generator[GcsServer]:
+    """The server as it is, and with the documented rules that it does not keep."""
+    if request.param == "fake-gcs-server":
+        yield gcs
+    else:
+        with documented(gcs) as found:
+            yield found
 
 
 @pytest.fixture
-def path(gcs: GcsServer) -> str:
-    return f"{gcs.new_bucket()}/run/step/big.pt"
+def store(server: GcsServer) -> GcsStore:
+    return GcsStore(GcsProfile(server.endpoint))
+
+
+@pytest.fixture
+def path(server: GcsServer) -> str:
+    return f"{server.new_bucket()}/run/step/big.pt"
 
 
 def _begun(store: GcsStore, path: str, count: int) -> tuple[str, list[PartInfo], bytes]:
@@ -119,12 +157,12 @@ def _begun(store: GcsStore, path: str, count: int) -> tuple[str, list[PartInfo],
     return upload, parts, b"".join(bodies)
 
 
-def _keys(gcs: GcsServer, path: str) -> list[str]:
-    return [blob.name for blob in gcs.client().list_blobs(path.partition("/")[0])]
+def _keys(server: GcsServer, path: str) -> list[str]:
+    return [blob.name for blob in server.client().list_blobs(path.partition("/")[0])]
 
 
-@pytest.mark.parametrize("count", [1, 32, 33, 1025], ids=lambda n: f"{n} parts")
-def test_an_object_appears_whole_and_its_parts_go(gcs: GcsServer, store: GcsStore, path: str, count: int) -> None:
+@pytest.mark.parametrize("count", rest_full([1, 32, 33, 1025], 1, 32, 33), ids=lambda n: f"{n} parts")
+def test_an_object_appears_whole_and_its_parts_go(server: GcsServer, store: GcsStore, path: str, count: int) -> None:
     upload, parts, content = _begun(store, path, count)
     bucket = path.partition("/")[0]
     assert store.list_parts(path, upload) == parts
@@ -135,7 +173,7 @@ def test_an_object_appears_whole_and_its_parts_go(gcs: GcsServer, store: GcsStor
     assert store.list_directory(f"{bucket}/run/step").by_name == {}
     assert store.list_directory(f"{bucket}/run/step").directories == ()
     store.complete_multipart(path, upload, parts)
-    assert _keys(gcs, path) == ["run/step/big.pt"]
+    assert _keys(server, path) == ["run/step/big.pt"]
     info = store.stat(path)
     assert info is not None
     assert read_bytes(store, info) == content
@@ -144,17 +182,17 @@ def test_an_object_appears_whole_and_its_parts_go(gcs: GcsServer, store: GcsStor
     assert raised(ReshardError, store.put_part, path, upload, 1, memoryview(b"late")).code == "storage.conflict"
     assert raised(ReshardError, store.complete_multipart, path, upload, parts).code == "storage.conflict"
     store.abort_multipart(path, upload)
-    assert _keys(gcs, path) == ["run/step/big.pt"], "what came too late left nothing"
+    assert _keys(server, path) == ["run/step/big.pt"], "what came too late left nothing"
 
 
-def test_an_upload_that_was_aborted_is_gone(gcs: GcsServer, store: GcsStore, path: str) -> None:
+def test_an_upload_that_was_aborted_is_gone(server: GcsServer, store: GcsStore, path: str) -> None:
     upload, parts, _ = _begun(store, path, 3)
     store.abort_multipart(path, upload)
-    assert _keys(gcs, path) == []
+    assert _keys(server, path) == []
     assert store.list_parts(path, upload) is None
     assert raised(ReshardError, store.put_part, path, upload, 4, memoryview(b"late")).code == "storage.conflict"
     assert raised(ReshardError, store.complete_multipart, path, upload, parts).code == "storage.conflict"
-    assert _keys(gcs, path) == []
+    assert _keys(server, path) == []
 
 
 def test_a_part_that_is_sent_again_replaces_the_first(store: GcsStore, path: str) -> None:
@@ -166,7 +204,7 @@ def test_a_part_that_is_sent_again_replaces_the_first(store: GcsStore, path: str
     store.complete_multipart(path, upload, [parts[0], again])
 
 
-def test_an_upload_whose_object_exists_is_over(gcs: GcsServer, store: GcsStore, path: str) -> None:
+def test_an_upload_whose_object_exists_is_over(server: GcsServer, store: GcsStore, path: str) -> None:
     """As after a process died that had made the object, and had not yet removed the parts."""
 
     class Dies(GcsStore):
@@ -175,11 +213,42 @@ def test_an_upload_whose_object_exists_is_over(gcs: GcsServer, store: GcsStore, 
 
     upload, parts, _ = _begun(store, path, 3)
     with pytest.raises(KeyboardInterrupt):
-        Dies(GcsProfile(gcs.endpoint)).complete_multipart(path, upload, parts)
+        Dies(GcsProfile(server.endpoint)).complete_multipart(path, upload, parts)
     assert store.list_parts(path, upload) is None
     assert store.list_uploads(path.partition("/")[0] + "/") == [(path, upload)]
     store.abort_multipart(path, upload)
-    assert _keys(gcs, path) == ["run/step/big.pt"]
+    assert _keys(server, path) == ["run/step/big.pt"]
+
+
+def test_an_object_that_another_wrote_is_not_replaced(gcs: GcsServer) -> None:
+    with documented(gcs) as server:
+        store, path = GcsStore(GcsProfile(server.endpoint)), f"{server.new_bucket()}/x"
+        upload, parts, _ = _begun(store, path, 33)
+        other = store.put(path, b"other", metadata={}, if_absent=True)
+        assert raised(ReshardError, store.complete_multipart, path, upload, parts).code == "storage.conflict"
+        assert store.stat(path) == other
+        assert store.list_parts(path, upload) == parts
+
+
+def test_two_that_complete_one_upload_make_one_object(server: GcsServer, store: GcsStore, path: str) -> None:
+    upload, parts, content = _begun(store, path, 40)
+    ends: list[str] = []
+
+    def complete() -> None:
+        try:
+            store.complete_multipart(path, upload, parts)
+            ends.append("done")
+        except ReshardError as error:
+            ends.append(error.code)
+
+    at_once([complete] * 3)
+    assert "done" in ends
+    assert set(ends) <= {"done", "storage.conflict", "storage.unavailable", "storage.protocol"}
+    info = store.stat(path)
+    assert info is not None
+    assert read_bytes(store, info) == content
+    store.abort_multipart(path, upload)
+    assert _keys(server, path) == ["run/step/big.pt"]
 
 
 # Refusals, and replies that are none.
@@ -276,8 +345,9 @@ def place(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> str:
 TARGET = "global_step3_universal"
 
 
-def _request(target: str, source: str = str(DATA / "zero2_tiny")) -> ConvertRequest:
-    return asked(source=SourceSpec(url=source), target=target, to=TargetFormat.UNIVERSAL)
+def _request(target: str, source: str = str(DATA / "zero2_tiny"), **options: Any) -> ConvertRequest:
+    options.setdefault("part_bytes", 5 << 20)
+    return asked(source=SourceSpec(url=source), target=target, to=TargetFormat.UNIVERSAL, **options)
 
 
 def test_a_conversion_from_and_to_the_store_gives_the_same_bytes(gcs: GcsServer, place: str, tmp_path: Path) -> None:
@@ -293,3 +363,54 @@ def test_a_conversion_from_and_to_the_store_gives_the_same_bytes(gcs: GcsServer,
     assert found == expected
     assert engine.verify(request.target).ok
     assert engine.convert(request).already_done
+
+
+# Killed before a request, and run again, or cleaned up.
+
+PARAMETERS = [("embed.weight", (1500, 1024)), ("norm.weight", (1024,))]
+_COUNTED = "from reshard_engine.storage.gcs import GcsStore; GcsStore._send = counted(GcsStore._send)"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A checkpoint whose largest atoms are two parts each, and what an undisturbed conversion writes."""
+    folder = tmp_path_factory.mktemp("killed")
+    write_zero_checkpoint(folder / "run", PARAMETERS, stage=3, ranks=2)
+    load_engine().convert(_request(str(folder / "out" / TARGET), str(folder / "run")))
+    files = {str(p.relative_to(folder / "out")): p for p in (folder / "out").rglob("*") if p.is_file()}
+    return folder / "run", {name: p.read_bytes() for name, p in files.items() if p.name != "reshard.json"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("percent", rest_full([*range(0, 100, 4), 97, 98, 99], 20, 64, 98))
+def test_killed_before_a_request(
+    gcs: GcsServer, place: str, killed: tuple[Path, dict[str, bytes]], percent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, expected = killed
+    engine, request = load_engine(), _request(f"gs://{place}/out/{TARGET}", str(source), threads=1)
+    sent: list[str] = []
+    send = GcsStore._send
+    monkeypatch.setattr(GcsStore, "_send", lambda *a, **k: sent.append(a[1]) or send(*a, **k))
+    engine.convert(request.model_copy(update={"target": f"gs://{place}/whole/{TARGET}"}))
+    monkeypatch.setattr(GcsStore, "_send", send)
+    words = ["convert", str(source), request.target, "--to", "universal", "--part-size", "5MiB", "--threads", "1"]
+    done = subprocess.run(dying(_COUNTED, len(sent) * percent // 100, words), capture_output=True, timeout=200)
+    assert done.returncode == -9, done.stderr[-2000:]
+    cleaned = f"gs://{place}/cleaned"
+    bucket = gcs.client().bucket(place)
+    for blob in gcs.client().list_blobs(place, prefix="out/"):
+        bucket.copy_blob(blob, bucket, f"cleaned/{blob.name.removeprefix('out/')}")
+    there = gcs.read_all(place, "out")
+    finished = f"{TARGET}/reshard.json" in there
+    if finished or any(name.endswith("optimizer_state.pt") or name == "latest_universal" for name in there):
+        # The files without which no loader reads the target come last.
+        assert there.items() >= {k: v for k, v in expected.items() if k != "latest_universal"}.items()
+    engine.clean(f"{cleaned}/{TARGET}", idle=True)
+    left = gcs.read_all(place, "cleaned")
+    assert finished or left == {}
+    assert not [name for name in left if ".reshard-" in name]
+    engine.convert(request)
+    found = gcs.read_all(place, "out")
+    assert found.pop(f"{TARGET}/reshard.json")
+    assert found == expected
+    assert engine.verify(request.target).ok

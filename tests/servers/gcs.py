@@ -6,17 +6,22 @@ It differs from the documented service: it compares no checksums, knows precondi
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
+import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import httpx
 import pytest
 
+from servers.answering import Handler, answering
 from servers.process import free_port, running
 from servers.stores import upload
 
@@ -107,3 +112,93 @@ def gcs_server(directory: Path) -> Generator[GcsServer]:
     with running(argv, env=env, log=directory / "fake-gcs-server.log", cwd=directory) as process:
         process.wait_until(healthy)
         yield GcsServer(endpoint)
+
+
+# The documented rules that fake-gcs-server does not keep, kept by a proxy before it.
+#
+# Source: Cloud Storage documentation, November 2026: request preconditions, data validation, composite objects; the reference of the
+# JSON API (`objects: compose`).
+
+
+class _Rules(Handler):
+    """Checks one request after the other, so that a check and what it allows are one step."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 20  # head and body in one segment: the client would acknowledge the first after 40 ms
+    upstream = ""
+    client: httpx.Client
+    gate: threading.Lock
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):
+            super().handle()
+
+    def exchange(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with self.gate:
+            url = urlsplit(self.path)
+            asked = dict(parse_qsl(url.query))
+            refusal = self._refusal(url.path, asked, body)
+            if refusal is not None:
+                error = {"code": refusal[0], "message": "no", "errors": [{"reason": refusal[1]}]}
+                self.answer(refusal[0], json.dumps({"error": error}).encode())
+                return
+            names = ("range", "content-type", "accept-encoding")
+            headers = {n: v for n, v in self.headers.items() if n.lower() in names}
+            answer = self.client.request(self.command, self.upstream + self.path, headers=headers, content=body)
+            if url.path.endswith("/compose") and answer.status_code == 200 and json.loads(body).get("deleteSourceObjects"):
+                for name in self._sources(body):
+                    self.client.delete(self._place(url.path, name))
+        kept = {n: v for n, v in answer.headers.items() if n.lower().startswith(("x-goog", "content-range", "content-type"))}
+        self.answer(answer.status_code, answer.content, **{n.replace("-", "_"): v for n, v in kept.items()})
+
+    do_GET = do_POST = do_DELETE = exchange  # noqa: N815 - names of the base class
+
+    def _place(self, path: str, name: str) -> str:
+        return f"{self.upstream}{path.split('/o/')[0]}/o/{quote(name, safe='')}"
+
+    @staticmethod
+    def _sources(body: bytes) -> list[str]:
+        return [source["name"] for source in json.loads(body)["sourceObjects"]]
+
+    def _generation(self, url: str) -> str:
+        """The generation of an object; 0 if there is none."""
+        found = self.client.get(url)
+        return found.json()["generation"] if found.status_code == 200 else "0"
+
+    def _refusal(self, path: str, asked: dict[str, str], body: bytes) -> tuple[int, str] | None:
+        if path.startswith("/upload/"):
+            head, _, rest = body.partition(b"\r\n\r\n")[2].partition(b"\r\n")
+            content = rest.partition(b"\r\n\r\n")[2].rpartition(b"\r\n--")[0]
+            told = json.loads(head).get("crc32c")
+            import google_crc32c
+
+            true = base64.b64encode(google_crc32c.value(content).to_bytes(4, "big")).decode()
+            return (400, "invalid") if told not in (None, true) else None
+        wanted = asked.get("ifGenerationMatch")
+        if wanted is not None and self._generation(self.upstream + path.removesuffix("/compose")) not in (
+            {wanted, "0"} if self.command != "POST" else {wanted}
+        ):
+            return 412, "conditionNotMet"
+        for source in json.loads(body)["sourceObjects"] if path.endswith("/compose") else ():
+            found = self._generation(self._place(path, source["name"]))
+            if found == "0":
+                return 404, "notFound"
+            if found != source.get("objectPreconditions", {}).get("ifGenerationMatch", found):
+                return 412, "conditionNotMet"
+        return None
+
+
+@contextmanager
+def documented(server: GcsServer) -> Generator[GcsServer]:
+    """The server behind a proxy that compares checksums, keeps all preconditions and removes composed sources."""
+
+    with httpx.Client(timeout=60) as sender:
+
+        class Rules(_Rules):
+            upstream = server.endpoint
+            client = sender
+            gate = threading.Lock()
+
+        with answering(Rules) as url:
+            yield GcsServer(url)

@@ -119,8 +119,8 @@ def _translated(path: str) -> Generator[None]:
         ) from error
 
 
-def _refusal(answer: requests.Response, path: str) -> ReshardError:
-    """The typed error for an answer that is none of the expected ones."""
+def _refusal(answer: requests.Response, path: str, passing: Sequence[int]) -> ReshardError:
+    """The typed error for an answer that is none of the expected ones; `passing` are further statuses that pass."""
     status, reason, message = answer.status_code, "", ""
     try:
         facts = _ERROR.validate_json(answer.content[:_MOST_ERROR_BYTES]).get("error", {})
@@ -129,7 +129,7 @@ def _refusal(answer: requests.Response, path: str) -> ReshardError:
     except (ValidationError, AttributeError, LookupError, TypeError):
         pass
     text = f"{_where(path)}: {status} {printable(reason)}: {printable(message)}"
-    if status in {408, 429} or status >= 500 or reason in _BUSY:
+    if status in {408, 429, *passing} or status >= 500 or reason in _BUSY:
         return StorageError("storage.unavailable", text, fix="run the same command again: it resumes")
     if status in (401, 403):
         return StorageError(
@@ -308,7 +308,14 @@ class GcsStore:
         return AuthorizedSession(found), (endpoint or _address(found)).rstrip("/")
 
     def _send(
-        self, method: str, place: str, path: str, *, expected: Sequence[int] = (200,), **options: Any
+        self,
+        method: str,
+        place: str,
+        path: str,
+        *,
+        expected: Sequence[int] = (200,),
+        passing: Sequence[int] = (),
+        **options: Any,
     ) -> requests.Response:
         """Send a request; returns the answer, which has one of the expected statuses."""
         with _translated(path):
@@ -316,7 +323,7 @@ class GcsStore:
             answer = session.request(method, address + place, timeout=(10, 60), allow_redirects=False, **options)
             if answer.status_code not in expected:
                 with answer:
-                    raise _refusal(answer, path)
+                    raise _refusal(answer, path, passing)
             return answer
 
     def _get(self, path: str) -> _Resource | None:
@@ -460,7 +467,8 @@ class GcsStore:
         asked |= {"ifGenerationMatch": 0} if if_absent else {}
         place, headers = f"/upload/storage/v1/b/{_quoted(bucket)}/o", {"Content-Type": body.content_type}
         try:
-            answer = self._send("POST", place, path, params=asked, data=body, headers=headers)
+            # A body with another CRC32C than was told is a bad request.
+            answer = self._send("POST", place, path, passing=(400,), params=asked, data=body, headers=headers)
         except SourceError as error:
             raise _no_bucket(path) from error
         found = self._resource(answer, path)
