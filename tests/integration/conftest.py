@@ -3,7 +3,6 @@
 from servers.fixtures import (
     bucket,
     database_url,
-    gcs,
     make_stack,
     postgres,
     redis,
@@ -18,7 +17,6 @@ from servers.fixtures import (
 __all__ = [
     "bucket",
     "database_url",
-    "gcs",
     "make_stack",
     "postgres",
     "redis",

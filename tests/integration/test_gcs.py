@@ -30,6 +30,7 @@ from reshard_engine.storage.gcs import GcsProfile, GcsStore
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import CopyingStore, ObjectInfo, ObjectStore, PartInfo, read_bytes
 from servers.answering import Handler, answering
+from servers.fixtures import started
 from servers.gcs import GcsServer, documented
 
 FLAT, WIDE = 1010, 30
@@ -38,6 +39,14 @@ KEYS = [
     *(f"wide/s{n:04}/f" for n in range(WIDE)),
     *("run/", "run/a", "run/sub/x", "run.txt", "top", "ü/ñ é+%20&.txt", "a b/c d"),
 ]
+
+
+@pytest.fixture(scope="module")
+def gcs(request: pytest.FixtureRequest) -> GcsServer:
+    """The server as it is."""
+    found = started(request, "gs")
+    assert isinstance(found, GcsServer)
+    return found
 
 
 @pytest.fixture(scope="module")

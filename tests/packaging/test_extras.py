@@ -59,10 +59,11 @@ def _plain(name: str) -> str:
 OTEL = {_plain(name) for name in packages_distributions()["opentelemetry"]}
 SIGNING = {"cryptography", "securesystemslib"}
 AZURE = {"requests", *(_plain(name) for name in packages_distributions()["azure"])}
+GOOGLE = {"requests", "urllib3", *(_plain(name) for name in packages_distributions()["google"]), "google-crc32c"}
 GUESTS = {
     "": {"ipython"},
-    "service": {"ipython", "torch", *OTEL, *SIGNING, *AZURE},
-    "worker": {"ipython", *OTEL, *SIGNING, *AZURE},
+    "service": {"ipython", "torch", *OTEL, *SIGNING, *AZURE, *GOOGLE},
+    "worker": {"ipython", *OTEL, *SIGNING, *AZURE, *GOOGLE},
 }
 """Looked for before they are imported: the code does without, or says which extra has it."""
 

@@ -91,12 +91,6 @@ def store_bucket(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
     return store.new_bucket()
 
 
-@pytest.fixture(scope="session")
-def gcs(request: pytest.FixtureRequest) -> ObjectServer:
-    """fake-gcs-server."""
-    return _started(request, "gs")
-
-
 @pytest.fixture
 def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A bucket of its own, and an environment that finds its server."""
