@@ -153,7 +153,7 @@ AT_MOST = {
     # One for plans as files (`reshard.api.plan_files`), two for the steps of a run (`operations.steps`, `cli.steps`).
     # One for the card that weights and adapters have alike (`formats.model_card`).
     # Two for the hub: its repositories as a store (`storage.hub`), and uploads by one commit (`operations.uploading`).
-    # Two for the stores of az:// and gs:// (`storage.azure`, `storage.gcs`): each kind of store that can be written is a module.
+    # Two for the stores of az:// and gs:// (`storage.azure`, `storage.gcs`).
     "modules": 284,
     # 25, and two more: the parts of ranks, and the commands of a run's directory.
     "modules with one importer, in the same package": 27,

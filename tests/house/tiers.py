@@ -51,7 +51,7 @@ def take_turns(items: Iterable[pytest.Item], parameter: str, values: Sequence[st
                 item.add_marker(pytest.mark.full)
 
 
-STORES = ("s3", "az")
+STORES = ("s3", "gs", "az")
 """Kinds of object stores that the fixture `store` knows (`servers.fixtures`), by their schemes."""
 SHARES: Mapping[str, int] = {
     "acceptance": 8,

@@ -116,8 +116,8 @@ def gcs_server(directory: Path) -> Generator[GcsServer]:
 
 # The documented rules that fake-gcs-server does not keep, kept by a proxy before it.
 #
-# Source: Cloud Storage documentation, November 2026: request preconditions, data validation, composite objects; the reference of the
-# JSON API (`objects: compose`).
+# Source: Cloud Storage documentation, November 2026: request preconditions, data validation, composite objects; the
+# reference of the JSON API (`objects: compose`).
 
 
 class _Rules(Handler):
@@ -146,16 +146,22 @@ class _Rules(Handler):
             names = ("range", "content-type", "accept-encoding")
             headers = {n: v for n, v in self.headers.items() if n.lower() in names}
             answer = self.client.request(self.command, self.upstream + self.path, headers=headers, content=body)
-            if url.path.endswith("/compose") and answer.status_code == 200 and json.loads(body).get("deleteSourceObjects"):
+            if (
+                url.path.endswith("/compose")
+                and answer.status_code == 200
+                and json.loads(body).get("deleteSourceObjects")
+            ):
                 for name in self._sources(body):
                     self.client.delete(self._place(url.path, name))
-        kept = {n: v for n, v in answer.headers.items() if n.lower().startswith(("x-goog", "content-range", "content-type"))}
+        kept = {
+            n: v for n, v in answer.headers.items() if n.lower().startswith(("x-goog", "content-range", "content-type"))
+        }
         self.answer(answer.status_code, answer.content, **{n.replace("-", "_"): v for n, v in kept.items()})
 
     do_GET = do_POST = do_DELETE = exchange  # noqa: N815 - names of the base class
 
     def _place(self, path: str, name: str) -> str:
-        return f"{self.upstream}{path.split('/o/')[0]}/o/{quote(name, safe='')}"
+        return f"{self.upstream}{path.split('/o/', maxsplit=1)[0]}/o/{quote(name, safe='')}"
 
     @staticmethod
     def _sources(body: bytes) -> list[str]:

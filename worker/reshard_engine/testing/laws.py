@@ -516,7 +516,9 @@ def the_path_does_not_matter(trial: Trial) -> None:
     direct, arrived = (_without_stored_weights(trial, content) for content in (direct, arrived))
     direct = replace(direct, cast=frozenset(direct.tensors))
     # DeepSpeed's files say of torch's Adam what it always does.
-    added = {k for k, v in arrived.values.items() if k.endswith("/bias_correction") and v is True} - direct.values.keys()
+    added = {
+        k for k, v in arrived.values.items() if k.endswith("/bias_correction") and v is True
+    } - direct.values.keys()
     arrived = replace(arrived, values={k: v for k, v in arrived.values.items() if k not in added})
     difference = content_difference(direct, arrived) or content_difference(replace(arrived, cast=direct.cast), direct)
     assert difference is None, f"by way of {way['to']}: {difference}"
