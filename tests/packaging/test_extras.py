@@ -60,10 +60,11 @@ OTEL = {_plain(name) for name in packages_distributions()["opentelemetry"]}
 SIGNING = {"cryptography", "securesystemslib"}
 AZURE = {"requests", *(_plain(name) for name in packages_distributions()["azure"])}
 GOOGLE = {"requests", "urllib3", *(_plain(name) for name in packages_distributions()["google"]), "google-crc32c"}
+HUB = {"huggingface-hub"}
 GUESTS = {
     "": {"ipython"},
-    "service": {"ipython", "torch", *OTEL, *SIGNING, *AZURE, *GOOGLE},
-    "worker": {"ipython", *OTEL, *SIGNING, *AZURE, *GOOGLE},
+    "service": {"ipython", "torch", *OTEL, *SIGNING, *AZURE, *GOOGLE, *HUB},
+    "worker": {"ipython", *OTEL, *SIGNING, *AZURE, *GOOGLE, *HUB},
 }
 """Looked for before they are imported: the code does without, or says which extra has it."""
 

@@ -35,8 +35,8 @@ FLAGS: dict[str, tuple[set[str], set[str]]] = {
     # `picture` has the flags that draw; lists are fields of what is returned.
     "inspect": ({"tensors", "tensor", "files", "svg", "html", "beside", "all"}, {"url", "token"}),
     "plan": ({"plan"}, {"options", "url", "token"}),  # another plan is another call
-    # A dry run is `plan`.
-    "convert": ({"dry_run"}, {"options", "wait_timeout", *HERE}),
+    # A dry run is `plan`, and an upload afterwards is `push`.
+    "convert": ({"dry_run", "push"}, {"options", "wait_timeout", *HERE}),
     "verify": ({"cert", "key"}, set()),  # with a certificate it is `verify_sealed`
     "diff": ({"all"}, {"on_progress", "progress"}),
     "fingerprint": (set(), {"on_progress", "progress"}),
