@@ -293,6 +293,7 @@ def test_a_plan_names_the_files_and_sends_nothing(hub: Hub, source: Path) -> Non
     found = reshard.plan(source, "hf://org/name", **{n: v for n, v in OPTIONS.items() if n != "progress"})
     assert "README.md" in [f.path for f in found.files]
     assert found.target == "hf://org/name"
+    assert "<svg" in found._repr_html_()  # the picture of the target that a notebook draws
     assert not hub.requests
 
 

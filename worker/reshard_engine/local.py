@@ -58,6 +58,7 @@ from reshard_engine.storage.texts import write_text
 from reshard_engine.storage.urls import refuse_upload, scheme_of
 
 if TYPE_CHECKING:
+    from reshard_engine.operations.conversion import Conversion
     from reshard_engine.operations.uploading import Upload
     from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 
@@ -104,6 +105,15 @@ def _is_hub(url: str) -> bool:
     return scheme_of(url) == "hf"
 
 
+def _planned(request: ConvertRequest) -> Conversion | Upload:
+    """A conversion, read and planned, into wherever its target is."""
+    if _is_hub(request.target):
+        return _uploading().Upload.prepare(request)
+    from reshard_engine.operations.conversion import Conversion
+
+    return Conversion.prepare(request)
+
+
 class LocalEngine:
     """The engine in this process. See `reshard.local.Engine`."""
 
@@ -136,16 +146,13 @@ class LocalEngine:
         """List what the files of the source hold, and what those of the target will hold."""
         from reshard_engine.operations.layout_map import planned_pictures
 
-        return planned_pictures(request, tensor)
+        return planned_pictures(_planned(request), tensor)
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
         """Plan the conversion that `convert` would run."""
-        from reshard_engine.operations.conversion import Conversion, pinned_files
+        from reshard_engine.operations.conversion import pinned_files
 
-        if _is_hub(request.target):
-            conversion: Conversion | Upload = _uploading().Upload.prepare(request)
-        else:
-            conversion = Conversion.prepare(request)
+        conversion = _planned(request)
         plan, checkpoint = conversion.plan, conversion.checkpoint
         return PlanSummary(
             digest=plan.digest,

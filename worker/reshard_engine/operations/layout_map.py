@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from reshard.models.reports import FileShare, LayoutPair, LayoutPicture, Region,
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.registry import format_of
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.operations.conversion import Conversion
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, join
@@ -317,24 +317,47 @@ def _bands(begin: int, end: int, columns: int) -> Iterator[tuple[tuple[int, int]
 # made by the code that makes the picture of a finished one.
 
 
-def planned_pictures(request: ConvertRequest, tensor: str | None) -> LayoutPair:
+class PlannedConversion(Protocol):
+    """A conversion that is planned: into a directory, a bucket, or a repository of the hub."""
+
+    @property
+    def request(self) -> ConvertRequest:
+        """What was asked for."""
+        ...
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The source."""
+        ...
+
+    @property
+    def layout(self) -> TargetLayout:
+        """The files of the target."""
+        ...
+
+    @property
+    def target(self) -> Location:
+        """The place of the target."""
+        ...
+
+
+def planned_pictures(conversion: PlannedConversion, tensor: str | None) -> LayoutPair:
     """The layouts of the source and of the target that a conversion would write; nothing is written.
 
     Args:
-        request: The conversion.
+        conversion: The conversion.
         tensor: `NAME` or `NAME/STATE` of a tensor of the source whose parts to list on both sides; None for the
             largest one of those that the most files share.
 
     Raises:
-        ReshardError: As planning does; `request.invalid` for a name that the source does not have.
+        RequestError: `request.invalid` for a name that the source does not have.
     """
-    conversion = Conversion.prepare(request)
     source = conversion.checkpoint
     wanted = _most_divided(source) if tensor is None else tensor
     return LayoutPair(source=picture_of(source, wanted), target=_picture_of_target(conversion, wanted))
 
 
-def _picture_of_target(conversion: Conversion, wanted: str | None) -> LayoutPicture:
+def _picture_of_target(conversion: PlannedConversion, wanted: str | None) -> LayoutPicture:
     layout, target = conversion.layout, conversion.target
     store = PlannedStore(target.path, layout)
     try:

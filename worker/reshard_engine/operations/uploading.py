@@ -176,7 +176,8 @@ class Upload:
     """A planned conversion whose target is a branch of a repository. See `upload`."""
 
     def __init__(self, request: ConvertRequest, layout: VirtualCheckpoint) -> None:
-        self._request = request
+        self.request = request
+        self.layout = layout.layout
         self._made = layout
         self.plan = layout.plan
         self.checkpoint = layout.checkpoint
@@ -214,7 +215,7 @@ class Upload:
 
     @property
     def _threads(self) -> int:
-        return units_at_once(self._request, self.plan, waits=not self.checkpoint.is_local)
+        return units_at_once(self.request, self.plan, waits=not self.checkpoint.is_local)
 
     def pointer_warnings(self) -> tuple[str, ...]:
         """None: no pointer lies beside a repository."""
@@ -232,13 +233,13 @@ class Upload:
         there, names = _there(self.target, self._store), [*(f.path for f in self.plan.files), MANIFEST_NAME]
         if (done := self._finished(there)) is not None:
             return self._result(done, already_done=True)
-        gone = _refuse_existing(self.target.url, there, names, overwrite=self._request.overwrite)
+        gone = _refuse_existing(self.target.url, there, names, overwrite=self.request.overwrite)
         clock = time.monotonic()
         self._made.compare()
         manifest, digests = self._digested()
         self._seconds["run"], clock = time.monotonic() - clock, time.monotonic()
         self._store.publish(
-            self.target.path, self._additions(manifest, digests), gone, f"Upload {self._request.to} with reshard"
+            self.target.path, self._additions(manifest, digests), gone, f"Upload {self.request.to} with reshard"
         )
         self._seconds["commit"] = time.monotonic() - clock
         self._report("done", self.plan.write_bytes)
@@ -264,10 +265,10 @@ class Upload:
         return found
 
     def _digested(self) -> tuple[Manifest, _Digests]:
-        plan, layout, digests = self.plan, self._made, _Digests(self.plan)
+        plan, made, digests = self.plan, self._made, _Digests(self.plan)
         executor = Executor(
-            layout.checkpoint,
-            layout.layout,
+            self.checkpoint,
+            self.layout,
             plan,
             cast("Any", digests),  # an executor calls no other method of a sink
             done={},
@@ -276,17 +277,17 @@ class Upload:
         )
         for commit in (False, True):
             executor.run([u for u in plan.units if u.commit is commit], self._threads, phase="running")
-            prove_structure(Location(_Files(layout), "/", "/"), layout.layout.files, executor.records, commit=commit)
+            prove_structure(Location(_Files(made), "/", "/"), self.layout.files, executor.records, commit=commit)
         prove_complete(plan, executor.records)
-        layout.prove_unchanged()
+        made.prove_unchanged()
         manifest = build_manifest(
-            layout.checkpoint,
+            self.checkpoint,
             plan,
-            layout.layout.files,
+            self.layout.files,
             executor.records,
             pointer=None,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            warnings=(*layout.warnings, *overflow_warnings(plan, executor.records)),
+            warnings=(*made.warnings, *overflow_warnings(plan, executor.records)),
         )
         sums = {f.path: h.hexdigest() for f, h in zip(plan.files, digests.sha256, strict=True)}
         manifest = with_pins(manifest, {path: f"sha256:{digest}" for path, digest in sums.items()})
@@ -336,7 +337,7 @@ class Upload:
     def _result(self, manifest: Manifest, *, already_done: bool = False) -> ConvertResult:
         return ConvertResult(
             target=self.target.url,
-            to=self._request.to,
+            to=self.request.to,
             files=tuple(FileEntry(path=f.path, size_bytes=f.size_bytes) for f in manifest.files),
             read_bytes=0 if already_done else manifest.read_bytes,
             write_bytes=0 if already_done else self.plan.write_bytes,
