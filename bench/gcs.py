@@ -122,12 +122,9 @@ def _plain_copy() -> None:
 
 
 def _conversion() -> None:
-    from reshard.local import load_engine
-    from reshard.models.jobs import ConvertRequest
+    import reshard
 
-    place = {"source": {"url": f"gs://{_BUCKET}/run"}, "target": f"gs://{_BUCKET}/ours-{os.getpid()}/tag"}
-    request = {**place, "to": "zero", "options": {"deepspeed": {"layout": {"dp": 2}}}}
-    load_engine().convert(ConvertRequest.model_validate(request))
+    reshard.convert(f"gs://{_BUCKET}/run", f"gs://{_BUCKET}/ours-{os.getpid()}/tag", to="zero", dp=2)
 
 
 _CLIENTS = {"ours": _ours, "google-cloud-storage": _google, "gcsfs": _gcsfs, "obstore": _obstore}
@@ -169,7 +166,9 @@ def _table(title: str, medians: dict[str, dict[str, float]], size_bytes: int) ->
     print(f"\n| {title} | wall s | MiB/s | client CPU s | memory grown MiB |\n|---|---:|---:|---:|---:|")
     for name, m in medians.items():
         rate = size_bytes / m["wall_s"] / (1 << 20)
-        print(f"| {name.partition(':')[2]} | {m['wall_s']:.2f} | {rate:.0f} | {m['cpu_s']:.2f} | {m['grown_mib']:.0f} |")
+        print(
+            f"| {name.partition(':')[2]} | {m['wall_s']:.2f} | {rate:.0f} | {m['cpu_s']:.2f} | {m['grown_mib']:.0f} |"
+        )
 
 
 def main() -> int:
@@ -191,7 +190,11 @@ def main() -> int:
         server.make_bucket(_BUCKET)
         if not arguments.no_clients:
             server.put(_BUCKET, _OBJECT, os.urandom(size))
-            clients = [n for n in _CLIENTS if n == "ours" or importlib.util.find_spec(n.replace("google-cloud-storage", "google.cloud.storage"))]
+            clients = [
+                n
+                for n in _CLIENTS
+                if n == "ours" or importlib.util.find_spec(n.replace("google-cloud-storage", "google.cloud.storage"))
+            ]
             _table("ranged reads", _measure([f"read:{n}" for n in clients], size, arguments.rounds), size)
             writers = [f"write:{n}" for n in clients if n != "obstore"]
             _table("parts, joined", _measure(writers, size, arguments.rounds), size)

@@ -30,9 +30,9 @@ FIELDS = ("job", "attempt", "run", "tenant", "trace_id")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _TALKATIVE = (
     # At DEBUG, these write signed headers, bodies of requests or SQL parameters, and at INFO whole URLs.
-    *("aiobotocore", "amqp", "asyncio", "azure", "boto3", "botocore", "fsspec", "hpack", "httpcore", "httpx", "kombu"),
-    *("multipart", "opentelemetry", "psycopg", "python_multipart", "requests", "s3fs", "s3transfer", "sqlalchemy"),
-    *("sse_starlette", "urllib3"),
+    *("aiobotocore", "amqp", "asyncio", "azure", "boto3", "botocore", "fsspec", "google", "hpack", "httpcore", "httpx"),
+    *("kombu", "multipart", "opentelemetry", "psycopg", "python_multipart", "requests", "s3fs", "s3transfer"),
+    *("sqlalchemy", "sse_starlette", "urllib3"),
 )
 _HIDDEN = "[hidden]"
 _SECRET_NAME = re.compile(r"(?:token|secret|password|secret_access_key|api_key|_key|connection_string)$", re.IGNORECASE)

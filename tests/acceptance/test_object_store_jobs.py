@@ -1,4 +1,4 @@
-"""The main job through the real service: API, Redis, PostgreSQL, a Celery worker, SeaweedFS; s3:// to s3://.
+"""The main job through the real service: API, Redis, PostgreSQL, a Celery worker; from each object store to itself.
 
 The source is a ZeRO-3 checkpoint that real DeepSpeed wrote. The worker reaches the store through a proxy
 that logs every request, and can slow the store down so that a test has time to interfere.
@@ -31,12 +31,13 @@ from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult, Job, JobEvent
 from reshard.options import SourceSpec
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.protocol import ObjectStore
 from servers.process import ServerProcess
 from servers.proxy import LoggingProxy, logging_proxy
-from servers.s3 import S3Server
 from servers.stack import Stack, client_of, end_tree, tree_of
+from servers.stores import ObjectServer
 
-BUCKET = "checkpoints"
 PART_BYTES = 5 << 20
 HERE = Path(__file__).parent
 MANIFEST = "reshard.json"
@@ -80,11 +81,17 @@ class Site:
     stack: Stack
     client: Client
     url: str
-    s3: S3Server
+    store: ObjectServer
+    bucket: str
     proxy: LoggingProxy
     empty: dict[str, Path]
     logs: Path
     workers: list[ServerProcess] = field(default_factory=list[ServerProcess])
+
+    @property
+    def place(self) -> str:
+        """The URL of the bucket."""
+        return f"{self.store.scheme}://{self.bucket}"
 
     def start_worker(self) -> ServerProcess:
         """A worker under the audit hook, in empty directories, with the store behind the proxy."""
@@ -92,7 +99,7 @@ class Site:
         hook.mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / "write_audit.py", hook / "sitecustomize.py")
         environment = {
-            **self.s3.env(self.proxy.endpoint),
+            **self.store.env(self.proxy.endpoint),
             "PYTHONPATH": str(hook),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TMPDIR": str(self.empty["tmp"]),
@@ -104,8 +111,8 @@ class Site:
 
     def submit(self, name: str, **options: Any) -> Job:
         return self.client.submit(
-            f"s3://{BUCKET}/run",
-            f"s3://{BUCKET}/{name}/global_step1_universal",
+            f"{self.place}/run",
+            f"{self.place}/{name}/global_step1_universal",
             to="universal",
             part_bytes=PART_BYTES,
             threads=2,
@@ -114,35 +121,32 @@ class Site:
 
     def slow_down(self, pause_s: float) -> None:
         """Hold every upload of a part back for a while."""
-        self.proxy.pause_s = lambda method, target: pause_s if method == "PUT" and "partNumber" in target else 0.0
+        self.proxy.pause_s = lambda method, target: pause_s if self.store.part_of(method, target) else 0.0
 
     def written(self, name: str) -> dict[str, bytes]:
-        return self.s3.read_all(BUCKET, f"{name}/global_step1_universal")
+        return self.store.read_all(self.bucket, f"{name}/global_step1_universal")
 
     def worker_log(self) -> str:
         return "".join(process.log.read_text(errors="replace") for process in self.workers)
 
 
-@pytest.fixture(scope="module")
-def bucket(s3: S3Server, source: Path) -> S3Server:
-    s3.make_bucket(BUCKET)
-    s3.upload(source, BUCKET, "run")
-    return s3
-
-
 @pytest.fixture
-def site(make_stack: Callable[[str], Stack], bucket: S3Server, tmp_path: Path) -> Generator[Site]:
+def site(
+    make_stack: Callable[[str], Stack], store: ObjectServer, store_bucket: str, source: Path, tmp_path: Path
+) -> Generator[Site]:
+    bucket = store_bucket
+    store.upload(source, bucket, "run")
     stack = make_stack("celery")
     stack.scripted = False
     empty = {name: tmp_path / "empty" / name for name in ("cwd", "tmp", "home")}
     for directory in empty.values():
         directory.mkdir(parents=True)
     with (
-        logging_proxy(bucket.endpoint) as proxy,
-        stack.api({**bucket.env(), **PATIENT}) as url,
+        logging_proxy(store.endpoint) as proxy,
+        stack.api({**store.env(), **PATIENT}) as url,
         client_of(url) as client,
     ):
-        found = Site(stack, client, url, bucket, proxy, empty, tmp_path / "logs")
+        found = Site(stack, client, url, store, bucket, proxy, empty, tmp_path / "logs")
         try:
             yield found
         finally:
@@ -179,13 +183,12 @@ def test_a_job_runs_and_nothing_touches_the_local_disk(site: Site, expected: dic
     assert progress.units_done == progress.units_total >= 20
     assert progress.bytes_done == progress.bytes_total == result.write_bytes
     same_bytes(site.written("plain"), expected)
-    pointer = site.s3.client().get_object(Bucket=BUCKET, Key="plain/latest_universal")["Body"].read()
+    pointer = site.store.read_all(site.bucket, "plain")["latest_universal"]
     assert pointer.decode().strip() == "global_step1_universal"
-    parts = Counter(path for path, _, _ in site.proxy.parts_uploaded())
-    assert max(parts.values()) >= 4
-    assert len(set(site.proxy.parts_uploaded())) == len(site.proxy.parts_uploaded())
-    leftovers = site.s3.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
-    assert leftovers == []
+    uploaded = site.proxy.parts_uploaded(site.store)
+    assert max(Counter(path for path, _, _ in uploaded).values()) >= 4
+    assert len(set(uploaded)) == len(uploaded)
+    assert site.store.unfinished(site.bucket) == []
 
     log = site.worker_log()
     active = [line for line in log.splitlines() if line.startswith("AUDIT-ACTIVE")]
@@ -213,28 +216,28 @@ def test_a_job_runs_and_nothing_touches_the_local_disk(site: Site, expected: dic
 
 def test_what_cannot_succeed_is_refused_at_submission(site: Site) -> None:
     urls = {
-        "s3://no-such-bucket/run": "storage.no_bucket",
-        f"s3://{BUCKET}/nothing": "source.not_found",
-        f"s3://{BUCKET}/run/global_step2": "source.not_found",
-        f"s3://{BUCKET}//run": "request.invalid",
+        f"{site.store.scheme}://no-such-bucket/run": "storage.no_bucket",
+        f"{site.place}/nothing": "source.not_found",
+        f"{site.place}/run/global_step2": "source.not_found",
+        f"{site.place}//run": "request.invalid",
         "odd://x/y": "request.unknown_scheme",
     }
     for url, code in urls.items():
         began = time.monotonic()
         with pytest.raises(ReshardError) as caught:
-            site.client.submit(url, f"s3://{BUCKET}/out", to="universal")
+            site.client.submit(url, f"{site.place}/out", to="universal")
         assert caught.value.code == code
         assert caught.value.fix
         assert time.monotonic() - began < 40
-    site.s3.client().put_object(Bucket=BUCKET, Key="badlatest/latest", Body=b"global_step9")
+    site.store.put(site.bucket, "badlatest/latest", b"global_step9")
     with pytest.raises(SourceError, match=r"checkpoint\.bad_latest"):
-        site.client.submit(f"s3://{BUCKET}/badlatest", f"s3://{BUCKET}/out", to="universal")
+        site.client.submit(f"{site.place}/badlatest", f"{site.place}/out", to="universal")
     assert site.client.list().jobs == ()
-    found = site.client.inspect(f"s3://{BUCKET}/run")
+    found = site.client.inspect(f"{site.place}/run")
     assert (found.zero_stage, found.world["dp"]) == (3, 2)
-    plan = site.client.plan(f"s3://{BUCKET}/run", f"s3://{BUCKET}/out", to="safetensors", dtype="bf16")
+    plan = site.client.plan(f"{site.place}/run", f"{site.place}/out", to="safetensors", dtype="bf16")
     assert plan.write_bytes > 2 * found.parameter_elems
-    assert site.s3.read_all(BUCKET, "out") == {}
+    assert site.store.read_all(site.bucket, "out") == {}
 
 
 def test_cancel_stops_a_running_job_and_leaves_nothing_readable(site: Site) -> None:
@@ -247,8 +250,8 @@ def test_cancel_stops_a_running_job_and_leaves_nothing_readable(site: Site) -> N
     assert ended.state is JobState.CANCELLED
     with pytest.raises(JobError, match=r"job\.cancelled"):
         site.client.result(job.id)
-    assert site.s3.read_all(BUCKET, "cancelled") == {}
-    assert site.s3.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
+    assert site.store.read_all(site.bucket, "cancelled") == {}
+    assert site.store.unfinished(site.bucket) == []
 
 
 def test_a_killed_worker_costs_no_finished_part(site: Site, expected: dict[str, bytes]) -> None:
@@ -262,7 +265,8 @@ def test_a_killed_worker_costs_no_finished_part(site: Site, expected: dict[str, 
     wait_until(lambda: not any(member.is_running() and member.status() != "zombie" for member in family), timeout_s=30)
     assert site.client.get(job.id).done is False
     assert MANIFEST not in site.written("killed")
-    units, finished = journaled(site.s3, "killed")
+    sent = site.proxy.parts_uploaded(site.store)
+    units, finished = journaled(site, "killed")
     assert units >= 5
     assert len(finished) >= 3
     engines = runner_pids(site.worker_log())
@@ -274,8 +278,9 @@ def test_a_killed_worker_costs_no_finished_part(site: Site, expected: dict[str, 
     assert ended.result is not None
     assert ended.result.resumed_bytes > 0
     same_bytes(site.written("killed"), expected)
-    uploads = Counter(site.proxy.parts_uploaded())
+    uploads = Counter(site.proxy.parts_uploaded(site.store))
     assert {part: uploads[part] for part in finished} == dict.fromkeys(finished, 1)
+    assert finished <= set(sent)
     # Two processes wrote the one output.
     assert len(runner_pids(site.worker_log()) - engines) >= 1
     assert engines
@@ -341,21 +346,21 @@ def same_bytes(written: dict[str, bytes], expected: dict[str, bytes]) -> None:
     assert different == []
 
 
-def journaled(s3: S3Server, name: str) -> tuple[int, set[tuple[str, str, str]]]:
-    """How many units are in the journal, and (path, upload id, part number) of their parts, from the store itself."""
-    client = s3.client()
-    lines = [body for key, body in s3.read_all(BUCKET, f"{name}/").items() if "/unit-" in f"/{key}"]
+def journaled(site: Site, name: str) -> tuple[int, set[tuple[str, str, str]]]:
+    """How many units are in the journal, and (path, upload id, part number) of their parts that the store holds."""
+    store = open_location(site.place).store
+    assert isinstance(store, ObjectStore)
+    lines = [body for key, body in site.store.read_all(site.bucket, f"{name}/").items() if "/unit-" in f"/{key}"]
     records = [record for line in lines if (record := UnitRecord.from_line(line)) is not None]
     etags = {chunk.etag for record in records for chunk in record.chunks}
-    parts: set[tuple[str, str, str]] = set()
-    for upload in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []):
-        listed = client.list_parts(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"]).get("Parts", [])
-        parts |= {
-            (f"/{BUCKET}/{upload['Key']}", upload["UploadId"], str(part["PartNumber"]))
-            for part in listed
-            if part["ETag"].strip('"') in etags
-        }
-    return len(records), parts
+    held = {
+        (upload, f"{part.number}")
+        for path, upload in store.list_uploads(f"{site.bucket}/{name}/")
+        for part in store.list_parts(path, upload) or ()
+        if part.etag in etags
+    }
+    sent = site.proxy.parts_uploaded(site.store)
+    return len(records), {part for part in sent if (part[1], part[2].lstrip("0")) in held}
 
 
 def runner_pids(log: str) -> set[str]:

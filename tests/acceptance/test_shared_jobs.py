@@ -1,8 +1,7 @@
-"""One job over several Celery workers: PostgreSQL, Redis, SeaweedFS behind a proxy that logs every request."""
+"""One job over several Celery workers: PostgreSQL, Redis, an object store behind a proxy that logs every request."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -22,8 +21,8 @@ from reshard.options import SourceSpec
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.process import ServerProcess
 from servers.proxy import LoggingProxy, logging_proxy
-from servers.s3 import S3Server
 from servers.stack import Stack, client_of, end_tree, runners_of, tree_of
+from servers.stores import ObjectServer
 
 PARAMETERS = [(f"layer.{n}.weight", (512, 513)) for n in range(24)] + [("embed.weight", (32768, 512))]
 PART_BYTES = 5 << 20
@@ -55,22 +54,22 @@ class Site:
 
     stack: Stack
     client: Client
-    s3: S3Server
+    store: ObjectServer
     proxy: LoggingProxy
     bucket: str
     workers: list[ServerProcess] = field(default_factory=list[ServerProcess])
 
     def start_worker(self) -> ServerProcess:
-        self.workers.append(self.stack.start_worker(self.s3.env(self.proxy.endpoint)))
+        self.workers.append(self.stack.start_worker(self.store.env(self.proxy.endpoint)))
         return self.workers[-1]
 
     def submit(self, name: str, **settings: int) -> Job:
-        url = f"s3://{self.bucket}/{name}"
-        return self.client.submit(f"s3://{self.bucket}/run", url, **OPTIONS, **settings)
+        url = f"{self.store.scheme}://{self.bucket}/{name}"
+        return self.client.submit(f"{self.store.scheme}://{self.bucket}/run", url, **OPTIONS, **settings)
 
     def slow_down(self, pause_s: float) -> None:
         """Hold every upload of a part back for a while."""
-        self.proxy.pause_s = lambda method, target: pause_s if method == "PUT" and "partNumber" in target else 0.0
+        self.proxy.pause_s = lambda method, target: pause_s if self.store.part_of(method, target) else 0.0
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         wait_until(ready, timeout_s=timeout_s, what=lambda: f"not in time: {what}")
@@ -81,23 +80,21 @@ class Site:
 
     def judge(self, name: str, expected: dict[str, bytes]) -> None:
         """The target is whole, and nothing is left beside it."""
-        written = self.s3.read_all(self.bucket, name)
+        written = self.store.read_all(self.bucket, name)
         assert {n: d for n, d in written.items() if n != MANIFEST_NAME} == expected
-        listed = self.s3.client().list_objects_v2(Bucket=self.bucket).get("Contents", ())
-        assert [o["Key"] for o in listed if ".reshard-" in o["Key"]] == []
-        assert self.s3.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", []) == []
+        assert [key for key in self.store.read_all(self.bucket, "") if ".reshard-" in key] == []
+        assert self.store.unfinished(self.bucket) == []
 
 
 @pytest.fixture
-def site(make_stack: Callable[[str], Stack], s3: S3Server, source: Path, tmp_path: Path) -> Generator[Site]:
+def site(make_stack: Callable[[str], Stack], store: ObjectServer, source: Path) -> Generator[Site]:
     stack = make_stack("celery")
     stack.scripted = False
     stack.extra = {"RESHARD_SHARE_BYTES": "1", "RESHARD_MAX_WORKERS": "4", "RESHARD_ADMISSION_S": "40"}
-    bucket = f"shared-{tmp_path.name.replace('_', '-')}-{os.getpid()}"
-    s3.make_bucket(bucket)
-    s3.upload(source, bucket, "run")
-    with logging_proxy(s3.endpoint) as proxy, stack.api(s3.env()) as url, client_of(url) as client:
-        found = Site(stack, client, s3, proxy, bucket)
+    bucket = store.new_bucket()
+    store.upload(source, bucket, "run")
+    with logging_proxy(store.endpoint) as proxy, stack.api(store.env()) as url, client_of(url) as client:
+        found = Site(stack, client, store, proxy, bucket)
         try:
             yield found
         finally:
@@ -113,7 +110,7 @@ def test_a_job_runs_on_all_workers_and_survives_two_of_them(site: Site, expected
     site.wait_until(lambda: site.at_work(job) == 4, "four workers at one job")
     site.wait_until(lambda: (p := site.client.get(job.id).progress) is not None and p.units_done > 2, "a few units")
     owner = site.client.get(job.id).worker or ""
-    before = Counter(site.proxy.parts_uploaded())
+    before = Counter(site.proxy.parts_uploaded(site.store))
     victims = sorted(site.workers, key=lambda w: any(f"/{p.pid}" in owner for p in tree_of(w.pid)))[-2:]
     in_flight = sum(len(runners_of(w.pid)) for w in victims)
     for victim in victims:
@@ -129,7 +126,7 @@ def test_a_job_runs_on_all_workers_and_survives_two_of_them(site: Site, expected
     site.wait_until(lambda: site.at_work(job) == 0, "nobody is at work any more")
     shares = [w.share for w in found.workers if w.share is not None]
     assert sum(s.runs for s in shares) > 0
-    again = {part: count for part, count in Counter(site.proxy.parts_uploaded()).items() if count > 1}
+    again = {part: count for part, count in Counter(site.proxy.parts_uploaded(site.store)).items() if count > 1}
     assert sum(count - 1 for count in again.values()) <= in_flight, "more was sent twice than was in flight at the kill"
     events = list(site.client.watch(job.id))
     joined = [e.worker for e in events if e.kind == "worker" and e.worker is not None and e.worker.left_at is None]

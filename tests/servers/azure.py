@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 import pytest
@@ -68,6 +70,15 @@ class AzureServer:
         client = self.client().get_container_client(bucket)
         names = [entry.name for entry in client.list_blobs(prefix)]
         return {name.removeprefix(prefix).lstrip("/"): client.download_blob(name).readall() for name in names}
+
+    def part_of(self, method: str, target: str) -> tuple[str, str, str] | None:
+        """(path, upload id, part number) if a request uploads a block; the id of a block names all three."""
+        url = urlsplit(target)
+        query = dict(parse_qsl(url.query))
+        if method != "PUT" or query.get("comp") != "block":
+            return None
+        block = base64.b64decode(query["blockid"]).decode()
+        return (url.path, block[7:19], block[19:24]) if block[19:24] not in {"00000", "99999"} else None
 
     def unfinished(self, bucket: str) -> list[str]:
         """The names of all blobs with blocks of an upload that was not aborted.

@@ -68,6 +68,13 @@ class GcsServer:
         """Remove an object."""
         self.client().bucket(bucket).blob(key).delete()
 
+    def part_of(self, method: str, target: str) -> tuple[str, str, str] | None:
+        """(path, upload id, part number) if a request uploads a part, which is an object."""
+        url = urlsplit(target)
+        name = dict(parse_qsl(url.query)).get("name", "") if method == "POST" else ""
+        found = re.fullmatch(r"(.*/)\.([^/]+)\.reshard-upload/([^/]+)/part-(.*)", name)
+        return None if found is None else (f"{url.path}/{found[1]}{found[2]}", found[3], found[4])
+
     def unfinished(self, bucket: str) -> list[str]:
         """The keys of the objects for which parts wait, which are objects themselves."""
         found = (

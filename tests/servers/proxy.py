@@ -1,4 +1,4 @@
-"""A reverse proxy before an S3 server that forwards bytes verbatim and logs every request.
+"""A reverse proxy before an object store that forwards bytes verbatim and logs every request.
 
 The `Host` header stays what the client signed, so that SigV4 signatures hold. One thread, asyncio.
 """
@@ -12,15 +12,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
+from servers.stores import ObjectServer
+
 
 @dataclass(frozen=True)
 class LoggedRequest:
     """One request and the status of its answer (0: none was seen)."""
 
     method: str
-    path: str
-    query: dict[str, str]
+    target: str
     status: int
+
+    @property
+    def path(self) -> str:
+        """The path of the URL."""
+        return urlsplit(self.target).path
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The parameters of the URL."""
+        return dict(parse_qsl(urlsplit(self.target).query, keep_blank_values=True))
 
 
 class LoggingProxy:
@@ -32,13 +43,10 @@ class LoggingProxy:
         self.pause_s: Callable[[str, str], float] | None = None
         """Seconds to hold a request back, from its method and target: slows a store down."""
 
-    def parts_uploaded(self) -> list[tuple[str, str, str]]:
+    def parts_uploaded(self, store: ObjectServer) -> list[tuple[str, str, str]]:
         """(path, upload id, part number) of every part that the store accepted, in order."""
-        return [
-            (request.path, request.query["uploadId"], request.query["partNumber"])
-            for request in self.requests
-            if request.method == "PUT" and "partNumber" in request.query and request.status == 200
-        ]
+        found = (store.part_of(r.method, r.target) for r in self.requests if r.status in {200, 201})
+        return [part for part in found if part is not None]
 
 
 @contextmanager
@@ -110,9 +118,7 @@ class _Connection:
                     return
                 method, target = head.split(b" ", 2)[:2]
                 status = await self._exchange(head, method.decode(), target.decode(), server_reader, server_writer)
-                url = urlsplit(target.decode())
-                query = dict(parse_qsl(url.query, keep_blank_values=True))
-                self._proxy.requests.append(LoggedRequest(method.decode(), url.path, query, status))
+                self._proxy.requests.append(LoggedRequest(method.decode(), target.decode(), status))
         finally:
             server_writer.close()
 

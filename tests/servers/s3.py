@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import boto3  # pyright: ignore[reportMissingTypeStubs]
 import httpx
@@ -70,6 +71,12 @@ class S3Server:
     def delete(self, bucket: str, key: str) -> None:
         """Remove an object."""
         self.client().delete_object(Bucket=bucket, Key=key)
+
+    def part_of(self, method: str, target: str) -> tuple[str, str, str] | None:
+        """(path, upload id, part number) if a request uploads a part."""
+        url = urlsplit(target)
+        query = dict(parse_qsl(url.query))
+        return (url.path, query["uploadId"], query["partNumber"]) if method == "PUT" and "partNumber" in query else None
 
     def unfinished(self, bucket: str) -> list[str]:
         """The keys of all unfinished multipart uploads."""

@@ -37,6 +37,10 @@ class ObjectServer(Protocol):
         """Every object under a prefix, by its key relative to it."""
         ...
 
+    def part_of(self, method: str, target: str) -> tuple[str, str, str] | None:
+        """(path, upload id, part number) if a request uploads a part, from its method and target (path and query)."""
+        ...
+
     def unfinished(self, bucket: str) -> list[str]:
         """The keys for which parts wait for the end of an upload, once for each upload that was not aborted."""
         ...
