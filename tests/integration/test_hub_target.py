@@ -177,6 +177,17 @@ def test_a_model_of_the_hub_gives_its_files(hub: Hub, source: Path, tmp_path: Pa
     assert reshard.diff("hf://org/weights", "hf://org/name", states="weights").equal
 
 
+def test_a_repository_can_be_cast_in_place(hub: Hub, source: Path) -> None:
+    """The source is pinned to its commit, so the commit that replaces it changes nothing that is read."""
+    _upload(source)
+    before = hub.repositories["org/name"].refs["main"]
+    _upload("hf://org/name", model_files="hf://org/name", dtype="bf16", max_shard_size=None, overwrite=True)
+    found = hub.repositories["org/name"]
+    assert [n for n in sorted(found.files()) if "safetensors" in n] == ["model.safetensors"]
+    assert reshard.diff(f"hf://org/name@{before}", source).equal
+    assert reshard.inspect("hf://org/name").dtypes == ("bfloat16",)
+
+
 def test_a_file_that_is_made_goes_past_xet(hub: Hub, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client sends it by LFS, although hf_xet is installed: Xet takes no file that is made while it is sent."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
@@ -184,7 +195,7 @@ def test_a_file_that_is_made_goes_past_xet(hub: Hub, source: Path, monkeypatch: 
     assert reshard.verify("hf://org/name").ok
 
 
-def test_a_branch_is_written_and_made(hub: Hub, source: Path) -> None:
+def test_a_branch_is_written_and_made(hub: Hub, source: Path, tmp_path: Path) -> None:
     found = hub.repository("org/name", {"LICENSE": b"mine"})
     main = found.refs["main"]
     _upload(source, "hf://org/name@exp%2F1")
@@ -192,6 +203,20 @@ def test_a_branch_is_written_and_made(hub: Hub, source: Path) -> None:
     assert {"LICENSE", "model.safetensors.index.json"} <= set(found.files("exp/1"))
     assert reshard.verify("hf://org/name@exp%2F1").problems[0].path == "LICENSE"  # it is in no manifest
     assert _upload(source, "hf://org/name@exp%2F1").already_done
+    # A new branch begins at `main`, whose model is not asked for: nothing is lost.
+    _upload(source)
+    main = found.refs["main"]
+    hub.damages = True
+    raised("storage.protocol", lambda: _upload(source, "hf://org/name@half", dtype="bf16", max_shard_size=None))
+    assert found.refs["half"] == main  # what the interrupted upload leaves: a branch that is where `main` is
+    hub.damages = False
+    _upload(source, "hf://org/name@half", dtype="bf16", max_shard_size=None)
+    assert found.refs["main"] == main
+    raised("request.target_exists", lambda: _upload(source, "hf://org/name@half"))
+    assert [n for n in sorted(found.files("half")) if "safetensors" in n] == ["model.safetensors"]
+    reshard.convert(source, tmp_path / "out", to="safetensors", progress=False)
+    assert reshard.push(tmp_path / "out", "hf://org/name@pushed").already_done is False
+    assert [n for n in sorted(found.files("pushed")) if "safetensors" in n] == ["model.safetensors"]
 
 
 def test_a_rule_of_git_leaves_nothing_out(hub: Hub, source: Path) -> None:
@@ -394,6 +419,15 @@ def test_push_uploads_what_was_written(hub: Hub, source: Path, tmp_path: Path) -
     assert reshard.push(out, "hf://org/name", overwrite=True).already_done is False
     assert not any("-of-" in name for name in found.files())
     assert reshard.diff(out, "hf://org/name").equal
+    # The same conversion made elsewhere, at another time, is what the branch holds.
+    again = reshard.convert(source, tmp_path / "again", to="safetensors", dtype="bf16", progress=False)
+    assert reshard.push(again.target, "hf://org/name").already_done
+    # What was converted is told, also if it cannot be uploaded.
+    command = [*_command(source, url=str(tmp_path / "other")), "--push", "hf://org/name"]
+    done = subprocess.run(command, env=hub.env(), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 5
+    assert "request.target_exists" in done.stderr
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "other")
 
 
 def test_a_killed_push_changes_nothing_and_the_next_one_ends_it(hub: Hub, source: Path, tmp_path: Path) -> None:

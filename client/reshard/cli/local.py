@@ -403,11 +403,11 @@ def run_conversion(
         ) from None
     for url in result.certificates:
         hint(f"wrote {printable(url)}", quiet=quiet)
+    _say_result(result, as_json=as_json, quiet=quiet)
     if push is not None:
         done = engine.push(request.target, push, overwrite=request.overwrite)
         what = "holds these files already, at" if done.already_done else "got them with"
         hint(f"{printable(done.url)} {what} commit {done.commit}", quiet=quiet)
-    _say_result(result, as_json=as_json, quiet=quiet)
 
 
 def _signing_of(key: str, public_key: str | None, cert: str | None = None, trust: list[str] | None = None) -> Signing:

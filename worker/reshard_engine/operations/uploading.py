@@ -78,6 +78,12 @@ def _there(location: Location, store: HubStore) -> dict[str, ObjectInfo]:
     return {}
 
 
+def _is_fresh(location: Location, store: HubStore) -> bool:
+    """True if a branch is not there yet, or is where `main` is: then `main` keeps all that this one loses."""
+    named, known = HubPath.of(location.path), store.commit_if_any(location.path)
+    return known is None or (location.path != named.repository and known == store.commit_if_any(named.repository))
+
+
 def _refuse_existing(url: str, there: Mapping[str, ObjectInfo], names: Sequence[str], *, overwrite: bool) -> list[str]:
     """The files of an earlier model that must go with the commit.
 
@@ -231,9 +237,11 @@ class Upload:
 
     def _run(self) -> ConvertResult:
         there, names = _there(self.target, self._store), [*(f.path for f in self.plan.files), MANIFEST_NAME]
-        if (done := self._finished(there)) is not None:
+        exists = self._store.commit_if_any(self.target.path) is not None
+        if exists and (done := self._finished(there)) is not None:
             return self._result(done, already_done=True)
-        gone = _refuse_existing(self.target.url, there, names, overwrite=self.request.overwrite)
+        overwrite = self.request.overwrite or _is_fresh(self.target, self._store)
+        gone = _refuse_existing(self.target.url, there, names, overwrite=overwrite)
         clock = time.monotonic()
         self._made.compare()
         manifest, digests = self._digested()
@@ -247,10 +255,7 @@ class Upload:
 
     def _finished(self, there: Mapping[str, ObjectInfo]) -> Manifest | None:
         """The manifest of the branch, if it is this plan's and all files have the content that it names."""
-        found = None
-        if MANIFEST_NAME in there:
-            with suppress(IntegrityError):
-                found = read_manifest(self.target)
+        found = _manifest_of(self.target, there)
         if found is None or found.content_digest != self.plan.content_digest:
             return None
         for file in found.files:
@@ -415,11 +420,28 @@ def push(directory: str, url: str, *, overwrite: bool = False) -> PushResult:
     entries = tuple(FileEntry(path=name, size_bytes=sizes[name]) for name in names)
     additions = [CommitOperationAdd(name, os.path.join(source.path, name)) for name in names]
     there = _there(location, store)
-    if store.commit_if_any(location.path) is not None and all(
-        a.path_in_repo in there and pin_of(a, there[a.path_in_repo]) == there[a.path_in_repo].pin for a in additions
-    ):
-        commit = store.commit_of(location.path)
-        return PushResult(url=location.url, commit=commit, files=entries, already_done=True)
-    gone = _refuse_existing(location.url, there, names, overwrite=overwrite)
+    known = store.commit_if_any(location.path)
+    if known is not None and _is_there(location, there, manifest, additions):
+        return PushResult(url=location.url, commit=known, files=entries, already_done=True)
+    gone = _refuse_existing(location.url, there, names, overwrite=overwrite or _is_fresh(location, store))
     commit = store.publish(location.path, additions, gone, f"Upload {manifest.target['to']} with reshard")
     return PushResult(url=location.url, commit=commit, files=entries)
+
+
+def _is_there(
+    location: Location, there: Mapping[str, ObjectInfo], manifest: Manifest, additions: Sequence[CommitOperationAdd]
+) -> bool:
+    """True if a branch holds all files, and a manifest of this conversion, which another run may have written."""
+    held = _manifest_of(location, there)
+    if held is None or held.content_digest != manifest.content_digest:
+        return False
+    files = [a for a in additions if a.path_in_repo != MANIFEST_NAME]
+    return all((i := there.get(a.path_in_repo)) is not None and pin_of(a, i) == i.pin for a in files)
+
+
+def _manifest_of(location: Location, there: Mapping[str, ObjectInfo]) -> Manifest | None:
+    """The manifest of a branch; None if it has none that is sound."""
+    if MANIFEST_NAME in there:
+        with suppress(IntegrityError):
+            return read_manifest(location)
+    return None
