@@ -45,7 +45,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries structure compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full newest laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries structure compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full newest laws chaos fuzz contract gpu golden bench bench-device bench-gcs bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -193,6 +193,9 @@ bench-store: $(READY) ## conversions within an S3 server beside a plain concurre
 
 bench-metadata: $(READY) ## a .metadata of five million chunks, and smaller ones beside the unpickler
 	@$(BIN)/python bench/dcp_metadata.py $(ARGS)
+
+bench-gcs: $(READY) ## clients of Google Cloud Storage beside each other, and a conversion beside a plain copy by its own client
+	@$(BIN)/python -W ignore bench/gcs.py $(ARGS)
 
 bench-queue: $(READY) ## 500 small jobs over two Celery workers, and one beside the command line (5 minutes)
 	@$(BIN)/python bench/job_queue.py $(ARGS)

@@ -42,6 +42,11 @@ def _stages(target: str) -> bytes:
     return base64.b64decode(parse_qs(urlsplit(target).query).get("blockid", [""])[0])
 
 
+def _puts(end: str) -> Applies:
+    """Uploads to gs:// of objects whose name holds this text."""
+    return lambda method, target: method == "POST" and end in parse_qs(urlsplit(target).query).get("name", [""])[0]
+
+
 REQUESTS: dict[str, dict[str, Applies]] = {
     "s3": {
         **ALIKE,
@@ -49,6 +54,20 @@ REQUESTS: dict[str, dict[str, Applies]] = {
         "create": lambda method, target: method == "POST" and target.endswith("?uploads"),
         "part": lambda method, target: method == "PUT" and "partNumber" in target,
         "complete": lambda method, target: method == "POST" and "uploadId" in target,
+    },
+    "gs": {
+        "source read": lambda method, target: method == "GET" and "run%2F" in target and "alt=media" in target,
+        "listing": lambda method, target: method == "GET" and "maxResults" in target,
+        "head": lambda method, target: method == "GET" and "/o/" in target and "alt=media" not in target,
+        "claim": _puts("reshard-claim"),
+        "plan": _puts("plan.json"),
+        "unit record": _puts("/unit-"),
+        "small object": _puts("index.json"),
+        "manifest": _puts("/reshard.json"),
+        "create": _puts("/begun"),
+        "part": _puts("/part-"),
+        "complete": lambda method, target: method == "POST" and "/compose" in target,
+        "delete": lambda method, _target: method == "DELETE",
     },
     "az": {
         **ALIKE,

@@ -135,7 +135,7 @@ def place(
         monkeypatch.setenv(name, value)
     with ExitStack() as held:
         proxy = held.enter_context(logging_proxy(store.endpoint))
-        proxy.pause_s = lambda method, _target: PUT_PAUSE_S if method == "PUT" else 0.0
+        proxy.pause_s = lambda method, _target: PUT_PAUSE_S if method in {"POST", "PUT"} else 0.0
         url = held.enter_context(stack.api(store.env()))
         client = held.enter_context(client_of(url))
         found = Range(stack, client, store, bucket, store.env(proxy.endpoint), random.Random(seed))

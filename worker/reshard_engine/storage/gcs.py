@@ -495,7 +495,8 @@ class GcsStore:
     def create_multipart(self, path: str, *, metadata: Mapping[str, str]) -> str:
         """Begin an upload; returns its id."""
         upload_id = uuid.uuid4().hex
-        self._put(join(_upload_directory(path, upload_id), _BEGUN), b"", metadata, if_absent=True)
+        # Nobody else knows the id, so the request may be repeated.
+        self._put(join(_upload_directory(path, upload_id), _BEGUN), b"", metadata, if_absent=False)
         return upload_id
 
     def put_part(
