@@ -14,5 +14,5 @@ lock() { # OUTPUT ARGUMENT...
     -o "deploy/images/$1" "${@:2}"
 }
 printf 'hatchling\nhatch-fancy-pypi-readme\n' | lock build.txt -
-lock cpu.txt --extra service --extra postgres --extra otel --extra sign pyproject.toml
-lock gpu.txt --extra service --extra postgres --extra otel --extra sign --extra worker pyproject.toml
+lock cpu.txt --extra service --extra postgres --extra otel --extra sign --extra azure --extra gcs --extra hub pyproject.toml
+lock gpu.txt --extra service --extra postgres --extra otel --extra sign --extra azure --extra gcs --extra hub --extra worker pyproject.toml

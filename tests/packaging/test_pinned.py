@@ -43,8 +43,8 @@ def test_images_have_what_their_extras_name() -> None:
         lines = [*project["dependencies"], *(x for e in extras for x in project["optional-dependencies"][e])]
         return {_plain(re.match(r"[\w.-]+", line)[0]) for line in lines}  # pyright: ignore[reportOptionalSubscript]
 
-    assert named("service", "postgres", "otel", "sign") <= set(packages("cpu.txt"))
-    assert named("service", "postgres", "otel", "sign", "worker") <= set(packages("gpu.txt"))
+    assert named("service", "postgres", "otel", "sign", "azure", "gcs", "hub") <= set(packages("cpu.txt"))
+    assert named("service", "postgres", "otel", "sign", "azure", "gcs", "hub", "worker") <= set(packages("gpu.txt"))
     assert "torch" not in packages("cpu.txt")
 
 
