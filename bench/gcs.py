@@ -210,8 +210,8 @@ def main() -> int:
         if not arguments.no_conversions:
             from checkpoints import gpt_parameters, write_zero_checkpoint  # brings torch
 
-            layers = max(1, round(size / 12 / (12 * 2048 * 2048)))
-            write_zero_checkpoint(Path(name) / "run", gpt_parameters(2048, layers, 1_000), stage=2, ranks=4)
+            layers = max(1, round(size / 12 / (12 * 1024 * 1024)))
+            write_zero_checkpoint(Path(name) / "run", gpt_parameters(1024, layers, 1_000), stage=2, ranks=4)
             server.upload(Path(name) / "run", _BUCKET, "run")
             total = sum(p.stat().st_size for p in (Path(name) / "run").rglob("*") if p.is_file())
             _table("whole checkpoint", _measure([f"copy:{n}" for n in _COPIES], total, arguments.rounds), total)
