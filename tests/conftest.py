@@ -19,7 +19,7 @@ if settings.get_current_profile_name() == "default":
     settings.register_profile("default", deadline=None)
 
 _DRIVERS = ("embedded", "celery")
-TURNS = {"stack": _DRIVERS, "stacks": _DRIVERS, "api": _DRIVERS, "place": ("local", "s3"), "store": STORES}
+TURNS = {"stack": _DRIVERS, "stacks": _DRIVERS, "api": _DRIVERS, "place": ("local", *STORES), "store": STORES}
 """Parameters of which each test gets one value, unless `full` asks for all: drivers of a service, kinds of storage."""
 
 

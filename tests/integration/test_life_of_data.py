@@ -1,4 +1,4 @@
-"""What jobs leave in and beside their targets, and who removes it: with the real engine, on a disk and on S3."""
+"""What jobs leave in and beside their targets, and who removes it: the real engine on a disk and in object stores."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from checkpoints import gpt_parameters, write_zero_checkpoint
 from house.database_time import let_pass
 from house.expected import some
 from house.requests import asked
+from house.tiers import STORES, rest_full
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import JobError, ReshardError, from_problem
 from reshard.local import load_engine
@@ -32,11 +33,11 @@ from reshard_jobs.settings import JobSettings
 from reshard_worker.host_faults import HostWatch
 from reshard_worker.settings import WorkerSettings
 from reshard_worker.supervisor import Outcome, Supervisor
-from servers.s3 import S3Server
+from servers.fixtures import started
+from servers.stores import ObjectServer
 
 RUNNER = (sys.executable, "-P", str(Path(__file__).parent.parent / "servers" / "failing_runner.py"))
 PART_BYTES = 5 << 20
-BUCKET = "life"
 KEEP_S = 3600.0
 
 
@@ -47,12 +48,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for seed, name in enumerate(("run", "other")):
         write_zero_checkpoint(root / name, gpt_parameters(256, 1, 16_000), stage=3, ranks=2, seed=seed)
     return root / "run", root / "other"
-
-
-@pytest.fixture(scope="module")
-def bucket(s3: S3Server) -> S3Server:
-    s3.make_bucket(BUCKET)
-    return s3
 
 
 @dataclass
@@ -66,6 +61,8 @@ class Place:
     look: Callable[[], list[str]]
     """Everything in and beside the targets, uploads included."""
     keep_failed_s: float = KEEP_S
+    write: Callable[[str, bytes], None] = lambda _name, _data: None
+    """Writes an object beside the targets, past the engine."""
 
     def __post_init__(self) -> None:
         self.store = JobStore(self.database)
@@ -103,7 +100,7 @@ class Place:
         assert load_engine().convert(self.request(source, name)).already_done
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", *STORES])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Place]:
     monkeypatch.setenv("FAIL_AFTER_UNITS", "3")
     monkeypatch.setenv("FAIL_WITH", "storage.protocol")
@@ -119,21 +116,22 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             lambda: [str(p.relative_to(targets)) for p in targets.rglob("*")],
         )
     else:
-        server: S3Server = request.getfixturevalue("bucket")
+        server = started(request, request.param)
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
-        yield Place(
-            database, f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "healed", lambda: held(server, tmp_path.name)
+        bucket = server.new_bucket()
+        place = Place(
+            database, f"{server.scheme}://{bucket}/targets", tmp_path / "healed", lambda: held(server, bucket)
         )
+        place.write = lambda name, data: server.put(bucket, f"targets/{name}", data)
+        yield place
     database.close()
 
 
-def held(server: S3Server, prefix: str) -> list[str]:
-    """The objects and the unfinished uploads below a prefix."""
-    client = server.client()
-    listed = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix + "/").get("Uploads", [])
-    uploads = [f"upload {u['Key']}" for u in listed if u["Key"].startswith(prefix + "/")]
-    return [*server.read_all(BUCKET, prefix + "/"), *uploads]
+def held(server: ObjectServer, bucket: str) -> list[str]:
+    """The objects and the unfinished uploads of a bucket."""
+    uploads = [f"upload {key.removeprefix('targets/')}" for key in server.unfinished(bucket)]
+    return [*server.read_all(bucket, "targets/"), *uploads]
 
 
 def test_a_retry_goes_on_where_the_failed_job_stopped(place: Place, sources: tuple[Path, Path]) -> None:
@@ -332,7 +330,7 @@ def test_the_files_of_another_program_are_left_alone(
     assert load_engine().convert(place.request(sources[1])).resumed_bytes > 0
 
 
-@pytest.mark.parametrize("place", ["s3"], indirect=True)  # local journals have locks that tell
+@pytest.mark.parametrize("place", rest_full(STORES, "s3"), indirect=True)  # local journals have locks that tell
 def test_a_conversion_that_went_on_outside_the_service_is_not_torn_down(
     place: Place, sources: tuple[Path, Path]
 ) -> None:
@@ -377,10 +375,10 @@ def test_a_cancel_that_no_worker_could_clean_up_is_cleaned_up_later(place: Place
     assert place.look() == []
 
 
-@pytest.mark.parametrize("place", ["s3"], indirect=True)  # on local storage, a stopped process's lock keeps others out
-def test_a_record_that_came_after_the_end_is_removed(
-    place: Place, sources: tuple[Path, Path], request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize(
+    "place", rest_full(STORES, "s3"), indirect=True
+)  # on local storage, a stopped process's lock keeps others out
+def test_a_record_that_came_after_the_end_is_removed(place: Place, sources: tuple[Path, Path]) -> None:
     """A worker that was lost wakes up after its job SUCCEEDED elsewhere, and dies after one more write."""
     place.heal()
     job = place.submit(sources[0])
@@ -391,9 +389,7 @@ def test_a_record_that_came_after_the_end_is_removed(
     assert Reaper(place.database, lease_s=2.0).sweep().requeued == (job.id,)
     assert place.worker.run_next() is Outcome.SUCCEEDED
     assert not place.strays()
-    key = f"{place.parent.partition(BUCKET + '/')[2]}/.out.reshard-{digest[:16]}/unit-0.json"
-    server: S3Server = request.getfixturevalue("bucket")
-    server.client().put_object(Bucket=BUCKET, Key=key, Body=b"{}")
+    place.write(f".out.reshard-{digest[:16]}/unit-0.json", b"{}")
     assert place.strays()
     assert not place.leases.record_plan(lost, digest), "the zombie may not begin again"
     assert place.store.get(job.id).leftovers_until is not None

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from reshard.errors import StorageError
+from reshard.errors import RequestError, StorageError
 from reshard_engine.execute.sinks.local import LocalJournal
-from reshard_engine.storage.locations import serving
-from reshard_engine.storage.s3 import S3Store
+from reshard_engine.storage.locations import WRITABLE, service_store, serving
 from reshard_engine.testing.stores import FaultyStore, Steps
 from reshard_worker import runner
 
@@ -52,7 +52,10 @@ def main() -> int:
         append(self, record)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
 
     LocalJournal.append = counted  # type: ignore[method-assign] # pyright: ignore[reportAttributeAccessIssue]
-    with serving("s3", FaultyStore(S3Store.of_profile(None), steps)):
+    with ExitStack() as served:
+        for scheme in WRITABLE:
+            with suppress(RequestError):  # what it needs is not installed
+                served.enter_context(serving(scheme, FaultyStore(service_store(scheme).of_profile(None), steps)))
         return runner.main()
 
 

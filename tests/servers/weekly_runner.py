@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from reshard.errors import StorageError
-from reshard_engine.storage.locations import serving
-from reshard_engine.storage.s3 import S3Store
+from reshard_engine.storage.locations import service_store, serving
 from reshard_engine.testing.stores import FaultyStore, Steps
 from reshard_worker import runner
 
@@ -42,7 +41,7 @@ class DoomedRecords(Steps):
 def main() -> int:
     steps = DoomedRecords()
 
-    with serving("s3", FaultyStore(S3Store.of_profile(None), steps)):
+    with serving("s3", FaultyStore(service_store("s3").of_profile(None), steps)):
         return runner.main()
 
 
