@@ -164,7 +164,8 @@ AT_MOST = {
     "modules of the client in circles": 0,
     # Two for the operations of a run's directory, which other commands do not wait for; five for signatures: libraries
     # of an extra, and models that `reshard --help` does not need.
-    "imports inside functions": 74,
+    # One of them: azure-identity (0.4 s), which only accounts without a key or a token need.
+    "imports inside functions": 75,
 }
 AT_LEAST = {"median lines of a module": 180}
 
