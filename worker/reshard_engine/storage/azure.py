@@ -29,14 +29,15 @@ from xml.etree.ElementTree import ParseError  # the exception alone: the client 
 from azure.core import MatchConditions, exceptions
 from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import BlobBlock, BlobServiceClient, ExponentialRetry
+from azure.storage.extensions import checksums
 from requests import Session
 from requests.adapters import HTTPAdapter
 
 from reshard.errors import ReshardError, SourceError, StorageError, printable
-from reshard_engine.storage.crc32 import crc32
+from reshard_engine.storage.crc32 import PIECE_BYTES, crc32
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named
-from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo, Store
+from reshard_engine.storage.protocol import Body, Listing, ObjectInfo, PartInfo, Store
 
 # The client's types are partly unknown: its results are checked where they are used.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -445,7 +446,8 @@ class AzureStore:
         crc32: int | None = None,
     ) -> ObjectInfo:
         """Write a whole blob. The service checks its CRC-64; a CRC-32 is compared before that."""
-        whole = _checked(path, data, crc32)[0]
+        _checked(path, data, crc32)
+        whole = bytes(data)  # a small blob
         with translated(path):
             answer = self._blob(path).upload_blob(
                 whole, length=len(whole), metadata=_encoded(metadata), overwrite=not if_absent, validate_content="crc64"
@@ -473,18 +475,22 @@ class AzureStore:
             self._stage(path, block, b"\0")
         return upload_id
 
-    def _stage(self, path: str, block: _Block, data: bytes) -> None:
+    def _stage(self, path: str, block: _Block, data: bytes | memoryview, crc64: int | None = None) -> None:
+        own = checksums.crc64.compute(bytes(data), 0) if crc64 is None else crc64
         with translated(path):
-            self._blob(path).stage_block(str(block), data, len(data), validate_content="crc64")
+            # With a checksum of ours the client does not read the body, of which it would ask for a copy.
+            self._blob(path).stage_block(
+                str(block), Body(memoryview(data)), len(data), transactional_content_crc64=own.to_bytes(8, "little")
+            )
 
     def put_part(
         self, path: str, upload_id: str, number: int, data: memoryview, *, crc32: int | None = None
     ) -> PartInfo:
         """Stage one block. The service checks its CRC-64; a CRC-32 is compared before that."""
-        whole, checksum = _checked(path, data, crc32)
+        checksum, crc64 = _checked(path, data, crc32)
         block = _part(upload_id, number, checksum)
-        self._stage(path, block, whole)
-        return PartInfo(number, len(whole), block.rest, checksum)
+        self._stage(path, block, data, crc64)
+        return PartInfo(number, len(data), block.rest, checksum)
 
     def copy_part(
         self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int
@@ -580,20 +586,22 @@ def _decoded(key: str) -> str:
     return key.replace("_", "-")
 
 
-def _checked(path: str, data: bytes | memoryview, known: int | None) -> tuple[bytes, int]:
-    """The bytes and their CRC-32, which must be the known one.
+def _checked(path: str, data: bytes | memoryview, known: int | None) -> tuple[int, int]:
+    """The CRC-32 of bytes, which must be the known one, and the CRC-64 of the same, which goes to the service.
 
-    The client computes CRC-64 of nothing but `bytes`, so each part that is being sent is in memory twice.
+    Both are taken of one copy of a piece: bytes that change in memory between the two are found.
     """
-    whole = bytes(data)
-    found = crc32(whole)
+    view, found, crc64 = memoryview(data), 0, 0
+    for at in range(0, len(view), PIECE_BYTES):
+        piece = bytes(view[at : at + PIECE_BYTES])
+        found, crc64 = crc32(piece, found), checksums.crc64.compute(piece, crc64)
     if known is not None and found != known:
         raise StorageError(
             "storage.unavailable",
             f"az://{printable(path)}: the bytes changed in memory before they were sent",
             fix="run the same command again: it resumes",
         )
-    return whole, found
+    return found, crc64
 
 
 class _Filled:

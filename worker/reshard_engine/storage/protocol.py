@@ -188,6 +188,34 @@ class CopyingStore(ObjectStore, Protocol):
         ...
 
 
+class Body:
+    """A seekable view of a buffer, which clients of stores send without a copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        """Begin at the first byte."""
+        self._data = data
+        self._at = 0
+
+    def read(self, count: int = -1) -> memoryview:
+        """The next bytes, at most `count`; all that are left by default."""
+        end = len(self._data) if count < 0 else min(len(self._data), self._at + count)
+        piece = self._data[self._at : end]
+        self._at = end
+        return piece
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move, as `io.IOBase.seek` does."""
+        self._at = offset if whence == 0 else self._at + offset if whence == 1 else len(self._data) + offset
+        return self._at
+
+    def tell(self) -> int:
+        """The place of the next byte."""
+        return self._at
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
 def read_bytes(store: Store, info: ObjectInfo, offset: int = 0, length: int | None = None) -> bytes:
     """Bytes `[offset, offset + length)` of an object; to its end by default."""
     count = info.size_bytes - offset if length is None else length

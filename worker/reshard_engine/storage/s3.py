@@ -28,7 +28,7 @@ from reshard.errors import ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.crc32 import crc32
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named
-from reshard_engine.storage.protocol import DELETED_AT_ONCE, Listing, ObjectInfo, PartInfo, Store, join
+from reshard_engine.storage.protocol import DELETED_AT_ONCE, Body, Listing, ObjectInfo, PartInfo, Store, join
 
 # botocore has no type information: its results are checked where they are used.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -560,32 +560,8 @@ def _crc(data: bytes | memoryview, known: int | None) -> str:
     return base64.b64encode((crc32(data) if known is None else known).to_bytes(4, "big")).decode()
 
 
-class _Body:
-    """A seekable view of a buffer, which botocore sends without a copy."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._at = 0
-
-    def read(self, count: int = -1) -> memoryview:
-        end = len(self._data) if count < 0 else min(len(self._data), self._at + count)
-        piece = self._data[self._at : end]
-        self._at = end
-        return piece
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset if whence == 0 else self._at + offset if whence == 1 else len(self._data) + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-
 def _body(data: bytes | memoryview) -> Any:
-    return data if isinstance(data, bytes) else _Body(data)
+    return data if isinstance(data, bytes) else Body(data)
 
 
 def _fill(body: Any, buffer: memoryview, path: str) -> None:
