@@ -30,6 +30,7 @@ from reshard_jobs.queue.nodes import Nodes
 from reshard_jobs.queue.reaper import Reaper, Retention
 from reshard_jobs.queue.store import JobStore
 from reshard_jobs.settings import JobSettings
+from reshard_worker import discarding
 from reshard_worker.host_faults import HostWatch
 from reshard_worker.settings import WorkerSettings
 from reshard_worker.supervisor import Outcome, Supervisor
@@ -189,7 +190,11 @@ def test_a_target_beside_it_with_the_same_plan_does_not_keep_the_files_of_a_fail
     place.is_right(sources[0], "sibling")
 
 
-def test_the_files_of_a_failed_job_go_when_their_time_is_over(place: Place, sources: tuple[Path, Path]) -> None:
+def test_the_files_of_a_failed_job_go_when_their_time_is_over(
+    place: Place, sources: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Time passes in the database alone: by the clock of an object store, the files were written just now.
+    monkeypatch.setattr(discarding, "_IDLE_S", 0.0)
     job = place.failed(sources[0])
     reaper = Reaper(place.database, lease_s=2.0)
     assert not reaper.sweep().work_waits
