@@ -119,5 +119,9 @@ def azure_server(directory: Path) -> Generator[AzureServer]:
     with running(
         argv, env=os.environ, log=directory / "azurite.log", cwd=directory, stop_sign=signal.SIGKILL
     ) as process:
-        process.wait_until(healthy)
-        yield AzureServer(endpoint)
+        try:
+            process.wait_until(healthy)
+            yield AzureServer(endpoint)
+        finally:
+            # `node` may be a script that starts it, as in the wheel that basedpyright brings.
+            os.killpg(process.pid, signal.SIGKILL)
