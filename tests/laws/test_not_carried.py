@@ -46,7 +46,7 @@ def counts() -> Iterator[Counter[str]]:
     yield found
     total = sum(found.values())
     say(f"planted keys, drawn with --hypothesis-seed={_SEED}: {total}, {dict(found)}")
-    assert not total or found["carried"] + found["named"] > 0.6 * total, found
+    assert not total or found["carried"] + found["named"] > 0.4 * total, found
 
 
 def _check(gardener: Gardener, request: ConvertRequest, counts: Counter[str]) -> None:

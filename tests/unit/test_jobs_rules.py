@@ -50,7 +50,7 @@ def test_every_phase_has_a_state() -> None:
         "file:///x/%2e%2e/y",
         "s3://b%2fteam/x",
         "s3://%62/x",
-        "gs://b/x%2fy",
+        "hdfs://b/x%2fy",
         "hdfs://b/team/%2E%2E/x",
         "sftp://b/x%00",
         "file://localhost",
