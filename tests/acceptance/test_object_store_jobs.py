@@ -359,8 +359,12 @@ def journaled(site: Site, name: str) -> tuple[int, set[tuple[str, str, str]]]:
         for part in store.list_parts(path, upload) or ()
         if part.etag in etags
     }
-    sent = site.proxy.parts_uploaded(site.store)
-    return len(records), {part for part in sent if (part[1], part[2].lstrip("0")) in held}
+    # A request may name an upload by the beginning of its id.
+    return len(records), {
+        part
+        for part in site.proxy.parts_uploaded(site.store)
+        if any(upload.startswith(part[1]) and number == part[2].lstrip("0") for upload, number in held)
+    }
 
 
 def runner_pids(log: str) -> set[str]:
