@@ -20,9 +20,8 @@ from reshard_engine.execute.casts.cast import (
     CastKernel,
     Losses,
     Matrix,
+    Scaled,
     elements_of_rows,
-    quantization_errors,
-    quantized,
 )
 from reshard_engine.execute.casts.placing import PlacedRows, Placer, ReadCounts
 from reshard_engine.execute.casts.rows import ByteArray, Column, Kind, Rows
@@ -526,14 +525,13 @@ class ComputedElements:
             last = min(first + BLOCK_ROWS, rows)
             data = self._elements(rule.base, FLOAT32, first * columns, last * columns, counted=counted)
             values = data.view(np.float32).reshape(-1, columns)
-            codes, scales, numbers = quantized(values, rule.kind, rule.scale)
-            found = (scales if rule.scales else codes).reshape(-1)
+            scaled = Scaled.of(values, rule)
+            found = scaled.scales if rule.scales else scaled.quantized()
             low, high = max(number * made, item.begin), min((number + 1) * made, item.end)
             own = low - number * made, high - number * made
             if counted:
-                lost = self._losses.get(item.tensor, Losses()) + quantization_errors(values, codes, numbers, own)
-                self._losses[item.tensor] = lost
-            yield low, found[slice(*own)].view(np.uint8)
+                self._losses[item.tensor] = self._losses.get(item.tensor, Losses()) + scaled.errors(found, own)
+            yield low, found.reshape(-1)[slice(*own)].view(np.uint8)
 
     def _merged(self, item: ReadItem, merge: LoraMerge) -> Iterator[Block]:
         """The elements of a merged weight, by blocks of rows."""

@@ -274,7 +274,7 @@ class Transposed:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix in eight bits, or the matrix of its scales. See `casts.cast.quantized`."""
+    """A matrix in eight bits, or the matrix of its scales. See `casts.cast.Scaled`."""
 
     base: int
     kind: Quantization

@@ -437,31 +437,67 @@ def elements_of_rows(rule: Quantized, columns: int) -> int:
     return columns // BLOCK_ROWS if rule.kind is Quantization.FP8_BLOCK else BLOCK_ROWS
 
 
-def quantized(values: Matrix, kind: Quantization, scale: Dtype) -> tuple[npt.NDArray[Any], npt.NDArray[Any], Matrix]:
-    """A run of rows of a matrix in eight bits.
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A run of rows of a matrix, with the scales of its numbers in eight bits."""
 
-    Args:
-        values: `[rows, columns]`; for FP8, 128 rows and a multiple of 128 columns.
-        kind: How it is quantized.
-        scale: Type of the scales.
+    values: Matrix
+    """`[rows, columns]`; for FP8, 128 rows and a multiple of 128 columns."""
+    scales: npt.NDArray[Any]
+    """The scales as the target holds them."""
+    factors: Matrix
+    """The numbers by which numbers of the rows are multiplied (FP8) or divided (int8) before they are rounded."""
+    kind: Quantization
 
-    Returns:
-        The rows in eight bits; their scales, which the target holds; and the numbers by which readers multiply the
-        rows, in a shape that broadcasts with them.
+    @classmethod
+    def of(cls, values: Matrix, rule: Quantized) -> Scaled:
+        """Find the scales.
 
-    Raises:
-        SourceError: `tensor.overflow` for a NaN or an infinity, with which there is no scale.
-    """
-    if kind is Quantization.FP8_BLOCK:
-        return _in_blocks(values)
-    scales = (_finite(np.maximum(values.max(axis=1), -values.min(axis=1))) / _HALF_RANGE)[:, None]
-    kept = _BFLOAT16 if scale.name == "bfloat16" else np.dtype(scale.name)
-    with np.errstate(over="ignore"):  # found below
-        stored = scales.astype(kept)
-    stored[stored == 0] = _EPS[scale.name]
-    numbers = _finite(stored.astype(np.float32))
-    codes = np.rint(np.clip(values / numbers, np.float32(-128), np.float32(127))).astype(np.int8)
-    return codes, stored, numbers
+        Raises:
+            SourceError: `tensor.overflow` for a NaN or an infinity, with which there is no scale.
+        """
+        if rule.kind is Quantization.FP8_BLOCK:
+            blocks = values.reshape(BLOCK_ROWS, -1, BLOCK_ROWS)
+            largest = _finite(np.maximum(blocks.max(axis=(0, 2)), -blocks.min(axis=(0, 2))))
+            with np.errstate(divide="ignore", over="ignore"):
+                factors = np.float32(1) / largest * _MOST_FLOAT8  # torch divides a number by a tensor so
+            factors = np.where(np.isfinite(factors), factors, np.float32(1))
+            return cls(values, (np.float32(1) / factors).astype(np.float32), factors, rule.kind)
+        steps = (_finite(np.maximum(values.max(axis=1), -values.min(axis=1))) / _HALF_RANGE)[:, None]
+        kept = _BFLOAT16 if rule.scale.name == "bfloat16" else np.dtype(rule.scale.name)
+        with np.errstate(over="ignore"):  # found below
+            stored = steps.astype(kept)
+        stored[stored == 0] = _EPS[rule.scale.name]
+        return cls(values, stored, _finite(stored.astype(np.float32)), rule.kind)
+
+    @property
+    def numbers(self) -> Matrix:
+        """The numbers by which readers multiply the rows in eight bits, in a shape that broadcasts with them."""
+        return np.repeat(self.scales, BLOCK_ROWS)[None] if self.kind is Quantization.FP8_BLOCK else self.factors
+
+    def quantized(self) -> npt.NDArray[Any]:
+        """The rows in eight bits."""
+        if self.kind is Quantization.INT8:
+            return np.rint(np.clip(self.values / self.factors, np.float32(-128), np.float32(127))).astype(np.int8)
+        blocks, most = self.values.reshape(BLOCK_ROWS, -1, BLOCK_ROWS), _MOST_FLOAT8
+        codes = np.empty(blocks.shape, dtype=_FLOAT8)
+        for low in range(0, len(self.factors), _BLOCKS_AT_ONCE):
+            some = slice(low, low + _BLOCKS_AT_ONCE)
+            codes[:, some] = np.clip(blocks[:, some] * self.factors[some, None], -most, most).astype(_FLOAT8)
+        return codes.reshape(self.values.shape)
+
+    def errors(self, codes: npt.NDArray[Any], part: tuple[int, int]) -> Losses:
+        """The distances of the numbers that readers compute of the rows in eight bits, for elements `[begin, end)`."""
+        begin, end = part
+        columns, lost = self.values.shape[1], Losses()
+        number_of = np.broadcast_to(self.numbers, self.values.shape)
+        for row in range(begin // columns, -(-end // columns)):
+            own = slice(max(row * columns, begin) - row * columns, min((row + 1) * columns, end) - row * columns)
+            before = self.values[row, own].astype(np.float64)
+            distance = codes[row, own].astype(np.float32) * number_of[row, own] - before
+            squares = float(np.square(distance).sum()), float(np.square(before).sum())
+            lost += Losses(0, 0, 0, 0, float(np.abs(distance).max()), *squares)
+        return lost
 
 
 def _finite(largest: Matrix) -> Matrix:
@@ -472,31 +508,3 @@ def _finite(largest: Matrix) -> Matrix:
             fix="leave --quantize out, or choose an earlier checkpoint",
         )
     return largest
-
-
-def _in_blocks(values: Matrix) -> tuple[npt.NDArray[Any], Matrix, Matrix]:
-    blocks = values.reshape(BLOCK_ROWS, -1, BLOCK_ROWS)
-    largest = _finite(np.maximum(blocks.max(axis=(0, 2)), -blocks.min(axis=(0, 2))))
-    with np.errstate(divide="ignore", over="ignore"):
-        factors = np.float32(1) / largest * _MOST_FLOAT8  # torch divides a number by a tensor so
-    factors = np.where(np.isfinite(factors), factors, np.float32(1))
-    codes = np.empty(blocks.shape, dtype=_FLOAT8)
-    for low in range(0, len(factors), _BLOCKS_AT_ONCE):
-        some = slice(low, low + _BLOCKS_AT_ONCE)
-        codes[:, some] = np.clip(blocks[:, some] * factors[some, None], -_MOST_FLOAT8, _MOST_FLOAT8).astype(_FLOAT8)
-    scales = (np.float32(1) / factors).astype(np.float32)
-    return codes.reshape(values.shape), scales, np.repeat(scales, BLOCK_ROWS)[None]
-
-
-def quantization_errors(values: Matrix, codes: npt.NDArray[Any], numbers: Matrix, part: tuple[int, int]) -> Losses:
-    """The distances of what readers compute from the elements `[begin, end)` of a run of rows."""
-    begin, end = part
-    columns, lost = values.shape[1], Losses()
-    number_of = np.broadcast_to(numbers, values.shape)
-    for row in range(begin // columns, -(-end // columns)):
-        own = slice(max(row * columns, begin) - row * columns, min((row + 1) * columns, end) - row * columns)
-        before = values[row, own].astype(np.float64)
-        distance = codes[row, own].astype(np.float32) * number_of[row, own] - before
-        squares = float(np.square(distance).sum()), float(np.square(before).sum())
-        lost += Losses(0, 0, 0, 0, float(np.abs(distance).max()), *squares)
-    return lost
