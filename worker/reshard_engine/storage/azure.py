@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,9 +34,20 @@ from requests.adapters import HTTPAdapter
 
 from reshard.errors import ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.crc32 import PIECE_BYTES, crc32
-from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named
-from reshard_engine.storage.protocol import Body, Listing, ObjectInfo, PartInfo, Store
+from reshard_engine.storage.protocol import (
+    Body,
+    Listing,
+    ObjectInfo,
+    PartInfo,
+    Store,
+    already_exists,
+    bucket_and_key,
+    bucket_and_prefix,
+    changed,
+    delete_each,
+    upload_gone,
+)
 
 # The client's types are partly unknown: its results are checked where they are used.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -93,7 +103,7 @@ def _summary(error: BaseException) -> str:
 def _refused(code: str, status: int, path: str, text: str) -> ReshardError:
     container = printable(path.partition("/")[0])
     if code == "InvalidBlockList":
-        return _gone(path)
+        return upload_gone(f"az://{printable(path)}")
     if code in _NO_CONTAINER:
         return StorageError(
             "storage.no_bucket", f"container {container!r} does not exist", fix="check the container's name"
@@ -113,22 +123,12 @@ def _refused(code: str, status: int, path: str, text: str) -> ReshardError:
             fix="correct the URL: the name of a blob is compared letter by letter",
         )
     if code in _CONFLICT or status == 412:
-        return StorageError(
-            "storage.conflict", f"az://{printable(path)} already exists", fix="choose another target, or --overwrite"
-        )
+        return already_exists(f"az://{printable(path)}")
     if status == 507:
         return StorageError("storage.no_space", text)
     if status >= 500 or status in (408, 429) or code in _PASSING:
         return StorageError("storage.unavailable", text, fix="run the same command again: it resumes")
     return StorageError("storage.protocol", text)
-
-
-def _gone(path: str) -> StorageError:
-    return StorageError(
-        "storage.conflict",
-        f"az://{printable(path)}: the upload no longer exists: another conversion took over the target",
-        fix="wait until the other conversion has ended, then run the same command again",
-    )
 
 
 @contextmanager
@@ -304,11 +304,6 @@ _DELETING_THREADS = 16
 _MAX_PAGES = 20_000
 
 
-def _split(path: str) -> tuple[str, str]:
-    container, _, name = path.partition("/")
-    return container, name
-
-
 class AzureStore:
     """One storage account. Paths are `container/name`."""
 
@@ -357,7 +352,7 @@ class AzureStore:
         )
 
     def _blob(self, path: str) -> Any:
-        container, name = _split(path)
+        container, name = bucket_and_key(path)
         return self._client.get_blob_client(container, name)
 
     # -- names and listings -----------------------------------------------------------------------
@@ -380,7 +375,7 @@ class AzureStore:
 
     def list_directory(self, path: str, *, most: int | None = None) -> Listing:
         """The immediate children of a prefix, any `most` of them at the most; empty if there is none."""
-        container, prefix = _below(path)
+        container, prefix = bucket_and_prefix(path)
         files: list[ObjectInfo] = []
         directories: list[str] = []
         with parsed(path):
@@ -396,7 +391,7 @@ class AzureStore:
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every blob below a prefix, sorted by path; empty if there is none."""
-        container, prefix = _below(path)
+        container, prefix = bucket_and_prefix(path)
         with parsed(path):
             found = [_info(container, entry) for entry in self._pages(container, prefix, deep=True)]
         return sorted(found, key=lambda f: f.path)
@@ -404,7 +399,7 @@ class AzureStore:
     def stat(self, path: str) -> ObjectInfo | None:
         """The blob at exactly this name, or None."""
         found = self._properties(path)
-        return None if found is None else _info(_split(path)[0], found)
+        return None if found is None else _info(bucket_and_key(path)[0], found)
 
     def metadata(self, path: str) -> Mapping[str, str] | None:
         """User metadata of a blob, or None if there is no blob."""
@@ -412,7 +407,7 @@ class AzureStore:
         return None if found is None else {_decoded(k): str(v) for k, v in (found.metadata or {}).items()}
 
     def _properties(self, path: str) -> Any:
-        if not _split(path)[1]:
+        if not bucket_and_key(path)[1]:
             return None
         found = _unless_absent(path, lambda: self._blob(path).get_blob_properties())
         return None if found is None or found.metadata.get("hdi_isfolder") == "true" else found
@@ -456,12 +451,7 @@ class AzureStore:
 
     def delete(self, paths: Sequence[str], *, in_order: bool = True) -> None:
         """Remove blobs with one request each. A missing blob is not an error."""
-        if in_order or len(paths) < 2:
-            for path in paths:
-                self._delete(path)
-        else:
-            with ThreadPoolExecutor(_DELETING_THREADS) as pool:
-                list(pool.map(self._delete, paths))
+        delete_each(paths, self._delete, in_order=in_order, threads=_DELETING_THREADS)
 
     def _delete(self, path: str) -> None:
         _unless_absent(path, lambda: self._blob(path).delete_blob())
@@ -514,7 +504,7 @@ class AzureStore:
         The service lists no others. An upload to a blob that holds something vanishes with the next commit, or after a
         week.
         """
-        container, key = _split(prefix)
+        container, key = bucket_and_key(prefix)
         with parsed(prefix):
             empty = [e for e in self._pages(container, key, deep=True, unfinished=True) if e.size == 0]
         paths = [f"{container}/{entry.name}" for entry in empty]
@@ -524,7 +514,7 @@ class AzureStore:
         """Make the blob visible, if nobody else has written it since this call began."""
         before = self.stat(path)
         if not self._uploads(path).has(upload_id):
-            raise _gone(path)
+            raise upload_gone(f"az://{printable(path)}")
         condition: dict[str, Any] = {"match_condition": MatchConditions.IfMissing}
         if before is not None:
             condition = {"match_condition": MatchConditions.IfNotModified, "etag": _etag(before.pin)}
@@ -539,7 +529,7 @@ class AzureStore:
         The service can drop blocks only by a commit, which would show a file. A commit that was sent before the mark
         may still succeed.
         """
-        if any(_part(upload_id, 0, 0).tag == i[:_TAG_CHARS] for i in self._uploads(path).ids()):
+        if any(i.startswith(upload_id[:_TAG_CHARS]) for i in self._uploads(path).ids()):
             self._stage(path, _Block(upload_id[:_TAG_CHARS], _ABORTED, ""), b"\0")
 
 
@@ -552,12 +542,6 @@ def _unless_absent(path: str, call: Callable[[], _T]) -> _T | None:
         if error.code == "source.not_found":
             return None
         raise
-
-
-def _below(path: str) -> tuple[str, str]:
-    """The container, and the prefix of all names below a directory. The prefix is empty for the container itself."""
-    container, name = _split(path.rstrip("/"))
-    return container, f"{name}/" if name else ""
 
 
 def _info(container: str, entry: Any) -> ObjectInfo:

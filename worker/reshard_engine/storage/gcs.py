@@ -19,7 +19,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import field
@@ -41,9 +41,23 @@ from requests.adapters import HTTPAdapter
 
 from reshard.errors import ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.crc32 import PIECE_BYTES, crc32 as crc32_of
-from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named
-from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo, Store, join
+from reshard_engine.storage.protocol import (
+    Listing,
+    ObjectInfo,
+    PartInfo,
+    Store,
+    already_exists,
+    bucket_and_key,
+    bucket_and_prefix,
+    changed,
+    delete_each,
+    fill,
+    join,
+    no_bucket,
+    read_pinned,
+    upload_gone,
+)
 
 # google-auth and requests have no complete type information: their results are checked where they are used.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -144,25 +158,8 @@ def _refusal(answer: requests.Response, path: str, passing: Sequence[int]) -> Re
             fix="correct the URL: a name is compared letter by letter",
         )
     if status in (409, 412):
-        return StorageError(
-            "storage.conflict", f"{_where(path)} already exists", fix="choose another target, or --overwrite"
-        )
+        return already_exists(_where(path))
     return StorageError("storage.protocol", text)
-
-
-def _no_bucket(path: str) -> StorageError:
-    bucket = path.partition("/")[0]
-    return StorageError(
-        "storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name"
-    )
-
-
-def _no_upload(path: str) -> StorageError:
-    return StorageError(
-        "storage.conflict",
-        f"{_where(path)}: the upload no longer exists: another conversion took over the target",
-        fix="wait until the other conversion has ended, then run the same command again",
-    )
 
 
 # The names of the objects that an upload in parts consists of.
@@ -192,11 +189,6 @@ def _upload_of(key: str) -> tuple[str, str, str] | None:
     return None if found is None else (found["head"] + found["name"], found["id"], found["rest"])
 
 
-def _split(path: str) -> tuple[str, str]:
-    bucket, _, key = path.partition("/")
-    return bucket, key
-
-
 def _upload_directory(path: str, upload_id: str) -> str:
     head, _, name = path.rpartition("/")
     return f"{head}/.{name}.reshard-upload/{upload_id}"
@@ -205,7 +197,6 @@ def _upload_directory(path: str, upload_id: str) -> str:
 # The store of one service.
 
 _MOST_ERROR_BYTES = 1 << 16
-_READ_TRIES = 4
 _THREADS = 8
 _PAGE_OBJECTS = 1000
 """Objects of one page of a listing: the most that the service returns (`objects: list`, `maxResults`)."""
@@ -347,7 +338,7 @@ class GcsStore:
             StorageError: `storage.protocol` for a reply that is not a listing, and for pages out of order or without
                 end; `storage.no_bucket`.
         """
-        bucket = _split(path)[0]
+        bucket = bucket_and_key(path)[0]
         asked: dict[str, Any] = {"prefix": prefix, "maxResults": _PAGE_OBJECTS}
         asked |= {"fields": f"items({_FIELDS}),prefixes,nextPageToken"} | (
             {"delimiter": delimiter} if delimiter else {}
@@ -357,7 +348,7 @@ class GcsStore:
             try:
                 answer = self._send("GET", f"/storage/v1/b/{_quoted(bucket)}/o", path, params=asked)
             except SourceError as error:
-                raise _no_bucket(path) from error
+                raise no_bucket(path) from error
             with _translated(path):
                 page = _PAGE.validate_json(answer.content)
             names = [item.name.encode(errors="surrogatepass") for item in page.items]
@@ -378,7 +369,7 @@ class GcsStore:
         """The immediate children of a prefix, any `most` of them at the most; empty if there is none."""
         files: list[ObjectInfo] = []
         directories: set[str] = set()
-        bucket, prefix = _below(path)
+        bucket, prefix = bucket_and_prefix(path)
         for page in self._pages(path, prefix, delimiter="/"):
             # An object with the name of the directory itself is a placeholder that a web console made.
             files += [_info(bucket, item) for item in page.items if item.name != prefix]
@@ -392,14 +383,14 @@ class GcsStore:
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every object below a prefix, sorted by path; empty if there is none. Parts of uploads are not listed."""
-        bucket, prefix = _below(path)
+        bucket, prefix = bucket_and_prefix(path)
         found = (item for page in self._pages(path, prefix) for item in page.items)
         return sorted((_info(bucket, i) for i in found if _upload_of(i.name) is None), key=lambda f: f.path)
 
     def stat(self, path: str) -> ObjectInfo | None:
         """The object at exactly this key, or None."""
         found = self._get(path)
-        return None if found is None else _info(_split(path)[0], found)
+        return None if found is None else _info(bucket_and_key(path)[0], found)
 
     def metadata(self, path: str) -> Mapping[str, str] | None:
         """User metadata of an object, or None if there is no object."""
@@ -410,17 +401,7 @@ class GcsStore:
 
     def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on; the object must still have the pinned generation."""
-        for attempt in range(_READ_TRIES):
-            try:
-                self._read_once(info, offset, buffer)
-                return
-            except StorageError as error:
-                if error.code == "storage.conflict":
-                    raise changed(info) from error
-                if not error.retryable or attempt == _READ_TRIES - 1:
-                    raise
-            except SourceError as error:
-                raise changed(info) from error
+        read_pinned(info, lambda: self._read_once(info, offset, buffer))
 
     def _read_once(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
         generation = info.pin.removeprefix("generation:")
@@ -434,7 +415,7 @@ class GcsStore:
             if answer.status_code != 206 and offset:
                 raise StorageError("storage.protocol", f"{_where(info.path)}: the store ignores ranges")
             with _translated(info.path):
-                _fill(answer.raw, buffer, info.path)
+                fill(answer.raw.stream(PIECE_BYTES, decode_content=False), buffer, _where(info.path))
 
     def put(
         self,
@@ -446,7 +427,7 @@ class GcsStore:
         crc32: int | None = None,
     ) -> ObjectInfo:
         """Write a whole object, with a CRC32C that the store checks."""
-        return _info(_split(path)[0], self._put(path, data, metadata, if_absent=if_absent, crc32=crc32))
+        return _info(bucket_and_key(path)[0], self._put(path, data, metadata, if_absent=if_absent, crc32=crc32))
 
     def _put(
         self,
@@ -457,7 +438,7 @@ class GcsStore:
         if_absent: bool,
         crc32: int | None = None,
     ) -> _Resource:
-        bucket, key = _split(path)
+        bucket, key = bucket_and_key(path)
         checksum = _crc32c(data)
         # The CRC32C was computed first. So bytes that change in memory at any time fail one of the two checks.
         if crc32 is not None and crc32_of(data) != crc32:
@@ -470,7 +451,7 @@ class GcsStore:
             # A body with another CRC32C than was told is a bad request.
             answer = self._send("POST", place, path, passing=(400,), params=asked, data=body, headers=headers)
         except SourceError as error:
-            raise _no_bucket(path) from error
+            raise no_bucket(path) from error
         found = self._resource(answer, path)
         if (found.name, found.size, found.crc32c) != (key, len(data), checksum):
             self._delete_one(path, generation=found.generation)
@@ -479,12 +460,7 @@ class GcsStore:
 
     def delete(self, paths: Sequence[str], *, in_order: bool = True) -> None:
         """Remove objects. A missing object is not an error."""
-        if in_order or len(paths) < 2:
-            for path in paths:
-                self._delete_one(path)
-        else:
-            with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(self._delete_one, paths))
+        delete_each(paths, self._delete_one, in_order=in_order, threads=_THREADS)
 
     def _delete_one(self, path: str, *, generation: int | None = None) -> None:
         asked = {} if generation is None else {"ifGenerationMatch": generation}
@@ -511,7 +487,7 @@ class GcsStore:
         # listing shows this part, or the beginning is gone now.
         if self._get(join(directory, _BEGUN)) is None:
             self._delete_one(place, generation=found.generation)
-            raise _no_upload(path)
+            raise upload_gone(_where(path))
         return _part(number, found)
 
     def copy_part(
@@ -522,7 +498,7 @@ class GcsStore:
 
     def _in_upload(self, path: str, upload_id: str) -> dict[str, _Resource]:
         """The objects of an upload by their names within it."""
-        directory = _split(_upload_directory(path, upload_id))[1]
+        directory = bucket_and_key(_upload_directory(path, upload_id))[1]
         found = (item for page in self._pages(path, f"{directory}/") for item in page.items)
         return {item.name[len(directory) + 1 :]: item for item in found}
 
@@ -539,7 +515,7 @@ class GcsStore:
 
     def list_uploads(self, prefix: str) -> list[tuple[str, str]]:
         """(path, upload id) of every unfinished upload below a prefix."""
-        bucket, key = _split(prefix)
+        bucket, key = bucket_and_key(prefix)
         found: set[tuple[str, str]] = set()
         for page in self._pages(prefix, key[: key.rfind("/") + 1]):
             uploads = (_upload_of(item.name) for item in page.items)
@@ -555,7 +531,7 @@ class GcsStore:
         """
         held = self._in_upload(path, upload_id)
         if _BEGUN not in held:
-            raise _no_upload(path)
+            raise upload_gone(_where(path))
         listed = {p.number: (p.size_bytes, p.etag) for p in _parts(held)}
         if not parts or any(listed.get(p.number) != (p.size_bytes, p.etag) for p in parts):
             raise StorageError("storage.protocol", f"{_where(path)}: the store holds other parts")
@@ -567,7 +543,7 @@ class GcsStore:
                 sources = list(pool.map(partial(self._joined, directory), groups))
         # An upload that was ended meanwhile has no beginning, or the listing of who ended it shows all that was joined.
         if self._get(join(directory, _BEGUN)) is None:
-            raise _no_upload(path)
+            raise upload_gone(_where(path))
         facts = held[_BEGUN].metadata | {_UPLOAD_KEY: upload_id}
         made = self._compose(path, sources, facts, delete_sources=True)
         if made.size != sum(p.size_bytes for p in parts):
@@ -604,7 +580,7 @@ class GcsStore:
         try:
             answer = self._send("POST", f"{_object(path)}/compose", path, params=asked, json=request)
         except SourceError as error:
-            raise _no_upload(path) from error
+            raise upload_gone(_where(path)) from error
         return self._resource(answer, path)
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
@@ -635,14 +611,8 @@ def _quoted(text: str) -> str:
 
 
 def _object(path: str) -> str:
-    bucket, key = _split(path)
+    bucket, key = bucket_and_key(path)
     return f"/storage/v1/b/{_quoted(bucket)}/o/{_quoted(key)}"
-
-
-def _below(path: str) -> tuple[str, str]:
-    """The bucket, and the prefix of all keys below a directory. The prefix is empty for the bucket itself."""
-    bucket, key = _split(path.rstrip("/"))
-    return bucket, f"{key}/" if key else ""
 
 
 def _info(bucket: str, found: _Resource) -> ObjectInfo:
@@ -690,15 +660,3 @@ class _Related:
 
     def __len__(self) -> int:
         return sum(map(len, self._pieces))
-
-
-def _fill(body: Any, buffer: memoryview, path: str) -> None:
-    done = 0
-    chunks: Iterable[bytes] = body.stream(PIECE_BYTES, decode_content=False)
-    for chunk in chunks:
-        if done + len(chunk) > len(buffer):
-            raise StorageError("storage.protocol", f"{_where(path)}: more bytes than were asked for")
-        buffer[done : done + len(chunk)] = chunk
-        done += len(chunk)
-    if done != len(buffer):
-        raise StorageError("storage.unavailable", f"{_where(path)}: {done} of {len(buffer)} bytes arrived")

@@ -43,8 +43,7 @@ from huggingface_hub.utils import (
 from huggingface_hub.utils.sha import git_hash
 
 from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
-from reshard_engine.storage.local import changed
-from reshard_engine.storage.protocol import Listing, ObjectInfo, join
+from reshard_engine.storage.protocol import Listing, ObjectInfo, changed, join
 
 ResultT = TypeVar("ResultT")
 

@@ -13,7 +13,7 @@ from itertools import islice
 from types import TracebackType
 
 from reshard.errors import RequestError, SourceError, StorageError, printable, storage_code
-from reshard_engine.storage.protocol import Listing, ObjectInfo
+from reshard_engine.storage.protocol import Listing, ObjectInfo, changed
 from reshard_engine.storage.urls import refuse_opened_outside, refuse_outside
 
 _KEPT_FILES = 64
@@ -181,13 +181,3 @@ class LocalStore:
                 if count == 0:
                     raise changed(info)
                 done += count
-
-
-def changed(info: ObjectInfo) -> SourceError:
-    """The error for an object that has changed since it was listed."""
-    return SourceError(
-        "source.changed",
-        f"{printable(info.path)} changed while it was read (pinned as {info.pin})",
-        fix="wait until the training run has finished saving, then run the same command again",
-        details={"path": info.path, "pin": info.pin},
-    )

@@ -13,8 +13,8 @@ from typing import Any
 
 from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.local import install_line
-from reshard_engine.storage.local import LocalStore, changed
-from reshard_engine.storage.protocol import Listing, ObjectInfo, ServiceStore, Store, join
+from reshard_engine.storage.local import LocalStore
+from reshard_engine.storage.protocol import Listing, ObjectInfo, ServiceStore, Store, changed, join
 from reshard_engine.storage.urls import canonical_url, is_local, is_within, scheme_of
 
 WRITABLE: Mapping[str, tuple[str, str, str]] = MappingProxyType(

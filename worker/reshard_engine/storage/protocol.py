@@ -6,9 +6,12 @@ Every read names the pinned object. So a read of a changed source fails, and nev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from reshard.errors import SourceError, StorageError, printable
 
 DELETED_AT_ONCE = 1000
 """Most objects that one request removes (Amazon S3, `DeleteObjects`)."""
@@ -186,6 +189,102 @@ class CopyingStore(ObjectStore, Protocol):
     def reaches(self, other: Store) -> bool:
         """True if another store is the same service, and these credentials may read its objects."""
         ...
+
+
+# Shared by the clients of stores: names, errors, and reads and removals that take several calls.
+
+_READ_TRIES = 4
+
+
+def bucket_and_key(path: str) -> tuple[str, str]:
+    """The bucket and the key of a path in an object store."""
+    bucket, _, key = path.partition("/")
+    return bucket, key
+
+
+def bucket_and_prefix(path: str) -> tuple[str, str]:
+    """The bucket, and the prefix of all keys below a directory. The prefix is empty for the bucket itself."""
+    bucket, key = bucket_and_key(path.rstrip("/"))
+    return bucket, f"{key}/" if key else ""
+
+
+def changed(info: ObjectInfo) -> SourceError:
+    """The error for an object that has changed since it was listed."""
+    return SourceError(
+        "source.changed",
+        f"{printable(info.path)} changed while it was read (pinned as {info.pin})",
+        fix="wait until the training run has finished saving, then run the same command again",
+        details={"path": info.path, "pin": info.pin},
+    )
+
+
+def already_exists(where: str) -> StorageError:
+    """The error for an object that is there, and should not be."""
+    return StorageError("storage.conflict", f"{where} already exists", fix="choose another target, or --overwrite")
+
+
+def upload_gone(where: str) -> StorageError:
+    """The error for an upload in parts that somebody else has ended."""
+    return StorageError(
+        "storage.conflict",
+        f"{where}: the upload no longer exists: another conversion took over the target",
+        fix="wait until the other conversion has ended, then run the same command again",
+    )
+
+
+def no_bucket(path: str) -> StorageError:
+    """The error for a path whose bucket does not exist."""
+    bucket = bucket_and_key(path)[0]
+    return StorageError(
+        "storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name"
+    )
+
+
+def read_pinned(info: ObjectInfo, read: Callable[[], None]) -> None:
+    """Read a range, again after failures that pass; a conflict or a missing object means that the object changed.
+
+    Raises:
+        SourceError: `source.changed`.
+    """
+    for attempt in range(_READ_TRIES):
+        try:
+            read()
+            return
+        except StorageError as error:
+            if error.code == "storage.conflict":
+                raise changed(info) from error
+            if not error.retryable or attempt == _READ_TRIES - 1:
+                raise
+        except SourceError as error:
+            if error.code == "source.not_found":
+                raise changed(info) from error
+            raise
+
+
+def fill(chunks: Iterable[bytes], buffer: memoryview, where: str) -> None:
+    """Fill a buffer with the pieces of a body, which must have exactly as many bytes.
+
+    Raises:
+        StorageError: `storage.protocol` for more bytes, `storage.unavailable` for fewer.
+    """
+    done = 0
+    for chunk in chunks:
+        if done + len(chunk) > len(buffer):
+            raise StorageError("storage.protocol", f"{where}: more bytes than were asked for")
+        buffer[done : done + len(chunk)] = chunk
+        done += len(chunk)
+    if done != len(buffer):
+        raise StorageError("storage.unavailable", f"{where}: {done} of {len(buffer)} bytes arrived")
+
+
+def delete_each(paths: Sequence[str], delete: Callable[[str], None], *, in_order: bool, threads: int) -> None:
+    """Remove objects with one call each: one after another, or in threads if the order does not matter."""
+    if in_order or len(paths) < 2:
+        for path in paths:
+            delete(path)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(delete, paths))
 
 
 class Body:

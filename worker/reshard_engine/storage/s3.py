@@ -12,8 +12,7 @@ import base64
 import http.client
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
@@ -26,9 +25,25 @@ from botocore.config import Config
 
 from reshard.errors import ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.crc32 import crc32
-from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named
-from reshard_engine.storage.protocol import DELETED_AT_ONCE, Body, Listing, ObjectInfo, PartInfo, Store, join
+from reshard_engine.storage.protocol import (
+    DELETED_AT_ONCE,
+    Body,
+    Listing,
+    ObjectInfo,
+    PartInfo,
+    Store,
+    already_exists,
+    bucket_and_key,
+    bucket_and_prefix,
+    changed,
+    delete_each,
+    fill,
+    join,
+    no_bucket,
+    read_pinned,
+    upload_gone,
+)
 
 # botocore has no type information: its results are checked where they are used.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -74,16 +89,9 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         text = f"{where}: {printable(code)}: {printable(str(facts.get('Message', '')))}"
         if code == "NoSuchUpload":
-            return StorageError(
-                "storage.conflict",
-                f"{where}: the upload no longer exists: another conversion took over the target",
-                fix="wait until the other conversion has ended, then run the same command again",
-            )
+            return upload_gone(where)
         if code == "NoSuchBucket":
-            bucket = path.partition("/")[0]
-            return StorageError(
-                "storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name"
-            )
+            return no_bucket(path)
         if code in _DENIED or status in (401, 403):
             return _denied(code, text)
         if code in _NOT_FOUND or status == 404:
@@ -91,9 +99,7 @@ def _typed(error: BaseException, path: str) -> ReshardError:
                 "source.not_found", f"{where} does not exist", fix="correct the URL: a key is compared letter by letter"
             )
         if code in _CONFLICT:
-            return StorageError(
-                "storage.conflict", f"{where} already exists", fix="choose another target, or --overwrite"
-            )
+            return already_exists(where)
         return _failed(code, status, text)
     if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
         return StorageError(
@@ -181,7 +187,6 @@ def _against_the_protocol(bucket: str, text: str) -> StorageError:
 
 # The store of one S3 service.
 
-_READ_TRIES = 4
 _RETRIES = {"max_attempts": 4, "mode": "adaptive"}
 """After `SlowDown` the client sends fewer requests a second until the store keeps up (botocore's token bucket)."""
 _NO_COPY = {"NotImplemented", "MethodNotAllowed", "501", "405"}
@@ -191,11 +196,6 @@ _NO_COPY = {"NotImplemented", "MethodNotAllowed", "501", "405"}
 _DELETING_THREADS = 8
 _NO_DELETE_MANY = {"NotImplemented", "MethodNotAllowed", "MalformedXML", "MissingContentMD5", "501", "405"}
 """Codes by which stores report that they have no `DeleteObjects`, or none as botocore sends it."""
-
-
-def _split(path: str) -> tuple[str, str]:
-    bucket, _, key = path.partition("/")
-    return bucket, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class S3Store:
         """The immediate children of a prefix, any `most` of them at the most; empty if there is none."""
         files: list[ObjectInfo] = []
         directories: list[str] = []
-        bucket, prefix = _below(path)
+        bucket, prefix = bucket_and_prefix(path)
         with translated(path):
             for page in pages(self._client, bucket, prefix, delimiter="/"):
                 # An object with the name of the directory itself is a placeholder that a web console made.
@@ -292,7 +292,7 @@ class S3Store:
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every object below a prefix, sorted by path; empty if there is none."""
-        bucket, prefix = _below(path)
+        bucket, prefix = bucket_and_prefix(path)
         with translated(path):
             found = pages(self._client, bucket, prefix)
             return sorted((_info(bucket, e) for page in found for e in page.get("Contents", ())), key=lambda f: f.path)
@@ -312,7 +312,7 @@ class S3Store:
         return None if head is None else dict(head.get("Metadata", {}))
 
     def _head(self, path: str) -> Any:
-        bucket, key = _split(path)
+        bucket, key = bucket_and_key(path)
         try:
             with translated(path):
                 return self._client.head_object(Bucket=bucket, Key=key)
@@ -325,28 +325,21 @@ class S3Store:
 
     def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on; the object must still have the pinned ETag."""
-        bucket, key = _split(info.path)
+        bucket, key = bucket_and_key(info.path)
         last = offset + len(buffer) - 1
         etag = info.pin.removeprefix("etag:")
-        for attempt in range(_READ_TRIES):
-            try:
-                with translated(info.path):
-                    answer = self._client.get_object(
-                        Bucket=bucket, Key=key, Range=f"bytes={offset}-{last}", IfMatch=f'"{etag}"'
-                    )
-                    if answer["ETag"].strip('"') != etag:
-                        raise changed(info)
-                    _fill(answer["Body"], buffer, info.path)
-                return
-            except StorageError as error:
-                if error.code == "storage.conflict":
-                    raise changed(info) from error
-                if not error.retryable or attempt == _READ_TRIES - 1:
-                    raise
-            except SourceError as error:
-                if error.code == "source.not_found":
-                    raise changed(info) from error
-                raise
+
+        def read() -> None:
+            with translated(info.path):
+                answer = self._client.get_object(
+                    Bucket=bucket, Key=key, Range=f"bytes={offset}-{last}", IfMatch=f'"{etag}"'
+                )
+                if answer["ETag"].strip('"') != etag:
+                    raise changed(info)
+                with closing(answer["Body"]) as body:
+                    fill(body.iter_chunks(1 << 20), buffer, f"s3://{printable(info.path)}")
+
+        read_pinned(info, read)
 
     def put(
         self,
@@ -358,7 +351,7 @@ class S3Store:
         crc32: int | None = None,
     ) -> ObjectInfo:
         """Write a whole object, with a CRC-32 that the store checks."""
-        bucket, key = _split(path)
+        bucket, key = bucket_and_key(path)
         extra: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         with translated(path):
             answer = self._client.put_object(
@@ -376,20 +369,15 @@ class S3Store:
         # XML has no form for control characters in keys.
         many = [] if in_order or len(paths) < 2 else [path for path in paths if path.isprintable()]
         left = list(paths) if not many else [path for path in paths if not path.isprintable()]
-        for bucket, group in groupby(many, key=lambda path: _split(path)[0]):
-            keys = [_split(path)[1] for path in group]
+        for bucket, group in groupby(many, key=lambda path: bucket_and_key(path)[0]):
+            keys = [bucket_and_key(path)[1] for path in group]
             for first in range(0, len(keys), DELETED_AT_ONCE):
                 refused = self._delete_many(bucket, keys[first : first + DELETED_AT_ONCE])
                 left += [join(bucket, key) for key in refused]
-        if in_order or len(left) < 2:
-            for path in left:
-                self._delete_one(path)
-        else:
-            with ThreadPoolExecutor(_DELETING_THREADS) as pool:
-                list(pool.map(self._delete_one, left))
+        delete_each(left, self._delete_one, in_order=in_order, threads=_DELETING_THREADS)
 
     def _delete_one(self, path: str) -> None:
-        bucket, key = _split(path)
+        bucket, key = bucket_and_key(path)
         with translated(path):
             self._client.delete_object(Bucket=bucket, Key=key)
 
@@ -419,7 +407,7 @@ class S3Store:
 
     def create_multipart(self, path: str, *, metadata: Mapping[str, str]) -> str:
         """Begin a multipart upload; returns its id."""
-        bucket, key = _split(path)
+        bucket, key = bucket_and_key(path)
         with translated(path):
             answer = self._client.create_multipart_upload(
                 Bucket=bucket, Key=key, Metadata=dict(metadata), ChecksumAlgorithm="CRC32", ChecksumType="COMPOSITE"
@@ -430,7 +418,7 @@ class S3Store:
         self, path: str, upload_id: str, number: int, data: memoryview, *, crc32: int | None = None
     ) -> PartInfo:
         """Upload one part, with a CRC-32 that the store checks."""
-        bucket, key = _split(path)
+        bucket, key = bucket_and_key(path)
         with translated(path):
             answer = self._client.upload_part(
                 Bucket=bucket,
@@ -446,8 +434,8 @@ class S3Store:
         self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int
     ) -> PartInfo | None:
         """Fill one part from a byte range of a pinned object of this service (at most 5 GiB)."""
-        bucket, key = _split(path)
-        source_bucket, source_key = _split(source.path)
+        bucket, key = bucket_and_key(path)
+        source_bucket, source_key = bucket_and_key(source.path)
         try:
             with translated(path):
                 answer = self._client.upload_part_copy(
@@ -476,7 +464,7 @@ class S3Store:
 
     def list_parts(self, path: str, upload_id: str) -> list[PartInfo] | None:
         """The parts of an upload in number order, or None if the upload is gone."""
-        bucket, key = _split(path)
+        bucket, key = bucket_and_key(path)
         parts: list[PartInfo] = []
         try:
             with translated(path):
@@ -496,7 +484,7 @@ class S3Store:
 
     def list_uploads(self, prefix: str) -> list[tuple[str, str]]:
         """(path, upload id) of every unfinished upload below a prefix."""
-        bucket, key = _split(prefix)
+        bucket, key = bucket_and_key(prefix)
         found: list[tuple[str, str]] = []
         with translated(prefix):
             for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
@@ -505,7 +493,7 @@ class S3Store:
 
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[PartInfo]) -> None:
         """Make the object visible."""
-        bucket, key = _split(path)
+        bucket, key = bucket_and_key(path)
         listed = [
             {"PartNumber": p.number, "ETag": f'"{p.etag}"'}
             | ({} if p.crc32 is None else {"ChecksumCRC32": base64.b64encode(p.crc32.to_bytes(4, "big")).decode()})
@@ -518,7 +506,7 @@ class S3Store:
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
         """Abort an upload. An upload that no longer exists is not an error."""
-        bucket, key = _split(path)
+        bucket, key = bucket_and_key(path)
         try:
             with translated(path):
                 self._client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
@@ -544,12 +532,6 @@ def _store_code(error: StorageError) -> str:
     )
 
 
-def _below(path: str) -> tuple[str, str]:
-    """The bucket, and the prefix of all keys below a directory. The prefix is empty for the bucket itself."""
-    bucket, key = _split(path.rstrip("/"))
-    return bucket, f"{key}/" if key else ""
-
-
 def _info(bucket: str, entry: Mapping[str, Any]) -> ObjectInfo:
     pin, written = "etag:" + str(entry.get("ETag", "")).strip('"'), entry.get("LastModified")
     modified_at = written.timestamp() if isinstance(written, datetime) else None
@@ -562,17 +544,3 @@ def _crc(data: bytes | memoryview, known: int | None) -> str:
 
 def _body(data: bytes | memoryview) -> Any:
     return data if isinstance(data, bytes) else Body(data)
-
-
-def _fill(body: Any, buffer: memoryview, path: str) -> None:
-    done = 0
-    try:
-        for chunk in body.iter_chunks(1 << 20):
-            if done + len(chunk) > len(buffer):
-                raise StorageError("storage.protocol", f"s3://{printable(path)}: more bytes than were asked for")
-            buffer[done : done + len(chunk)] = chunk
-            done += len(chunk)
-    finally:
-        body.close()
-    if done != len(buffer):
-        raise StorageError("storage.unavailable", f"s3://{printable(path)}: {done} of {len(buffer)} bytes arrived")

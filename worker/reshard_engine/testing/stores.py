@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from reshard.errors import StorageError, printable
-from reshard_engine.storage.local import changed
-from reshard_engine.storage.protocol import Listing, ObjectInfo, ObjectStore, PartInfo, Store, join
+from reshard_engine.storage.protocol import Listing, ObjectInfo, ObjectStore, PartInfo, Store, changed, join
 
 
 @dataclass(frozen=True, slots=True)

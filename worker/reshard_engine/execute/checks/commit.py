@@ -36,9 +36,8 @@ from reshard_engine.integrity.manifest import (
     ManifestTensor,
 )
 from reshard_engine.plan.model import Plan, ServerCopy
-from reshard_engine.storage.local import changed
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo, Store
+from reshard_engine.storage.protocol import ObjectInfo, Store, changed
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.layout import ZEROS, TargetFile
 
