@@ -7,6 +7,8 @@ from typing import ParamSpec, TypeVar
 
 import pytest
 
+from reshard.errors import ReshardError
+
 _Raised = TypeVar("_Raised", bound=BaseException)
 _Value = TypeVar("_Value")
 _Arguments = ParamSpec("_Arguments")
@@ -19,6 +21,13 @@ def raised(
     with pytest.raises(expected) as caught:
         call(*args, **kwargs)
     return caught.value
+
+
+def refused(code: str, call: Callable[[], object]) -> ReshardError:
+    """The error of a call, which has this code."""
+    error = raised(ReshardError, call)
+    assert error.code == code, error
+    return error
 
 
 def some(value: _Value | None) -> _Value:

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,9 @@ from huggingface_hub import constants
 from safetensors.numpy import load, save
 
 import reshard
+from house.expected import refused
 from house.repository import ROOT
 from reshard.api.client import Client
-from reshard.errors import ReshardError
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.storage.urls import canonical_url
@@ -34,14 +34,6 @@ SIZE_BYTES = 400_000
 def _weights(number: float) -> bytes:
     count = SIZE_BYTES // 8
     return save({"a": np.full(count, number, np.float32), "b": np.full(count, -number, np.float32)})
-
-
-def raised(code: str, call: Callable[[], object]) -> ReshardError:
-    """The error of a call, which has this code."""
-    with pytest.raises(ReshardError) as caught:
-        call()
-    assert caught.value.code == code, caught.value
-    return caught.value
 
 
 @pytest.fixture
@@ -88,10 +80,10 @@ def test_a_job_of_a_service_reads_it(hub: Hub, tmp_path: Path) -> None:
     with stack.api() as url, stack.worker(), Client(url, None) as client:
         job = client.submit("hf://org/name", str(tmp_path / "out"), to="safetensors")
         assert client.wait(job.id, timeout_s=120).state == "SUCCEEDED"
-        raised(
+        refused(
             "request.root_forbidden", lambda: client.submit("hf://other/name", str(tmp_path / "x"), to="safetensors")
         )
-        raised("request.unsatisfiable", lambda: client.submit("hf://org/name", "hf://org/new", to="safetensors"))
+        refused("request.unsatisfiable", lambda: client.submit("hf://org/name", "hf://org/new", to="safetensors"))
     assert reshard.diff("hf://org/name", tmp_path / "out").equal
     assert {*hub.repositories} == {"org/name"}
 
@@ -142,9 +134,9 @@ def test_content_that_is_not_the_pinned_one_is_refused(hub: Hub) -> None:
     repository.commits[commit]["model.safetensors"] = hub.blob("model.safetensors", _weights(2))
     repository.commits[commit]["config.json"] = Blob(b"{}", large=False)
     for name in listed:
-        raised("source.changed", lambda name=name: read_bytes(other.store, listed[name], 0, 1))
+        refused("source.changed", lambda name=name: read_bytes(other.store, listed[name], 0, 1))
     repository.commits.clear()
-    raised("source.changed", lambda: read_bytes(other.store, listed["config.json"], 0, 1))
+    refused("source.changed", lambda: read_bytes(other.store, listed["config.json"], 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +156,7 @@ def test_content_that_is_not_the_pinned_one_is_refused(hub: Hub) -> None:
 )
 def test_what_is_not_there_has_a_typed_error(hub: Hub, what: str, code: str, words: str) -> None:
     hub.repository("org/gated", {"model.safetensors": _weights(1)}, gated=True)
-    error = raised(code, lambda: reshard.inspect(what))
+    error = refused(code, lambda: reshard.inspect(what))
     assert words in f"{error.message} {error.fix}"
 
 
@@ -173,10 +165,10 @@ def test_a_private_repository_needs_a_token(hub: Hub, monkeypatch: pytest.Monkey
     hub.repository("org/private", {"model.safetensors": _weights(1)}, private=True)
     assert reshard.inspect("hf://org/private").format == "safetensors"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    raised("storage.denied", lambda: reshard.inspect("hf://org/private"))
+    refused("storage.denied", lambda: reshard.inspect("hf://org/private"))
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN_PATH", "/nowhere")
-    error = raised("source.not_found", lambda: reshard.inspect("hf://org/private"))
+    error = refused("source.not_found", lambda: reshard.inspect("hf://org/private"))
     assert "HF_TOKEN" in error.fix
     assert TOKEN not in str(error)
 
@@ -188,7 +180,7 @@ def test_a_rate_limit_is_waited_for_as_long_as_the_hub_asks(hub: Hub, waits: lis
     assert reshard.inspect("hf://org/name").parameters == 2
     assert waits == [8.0, 56.0]
     hub.fail("GET", "/revision/", status=429, times=100, headers={"Retry-After": "9000"})
-    error = raised("storage.unavailable", lambda: reshard.inspect("hf://org/name"))
+    error = refused("storage.unavailable", lambda: reshard.inspect("hf://org/name"))
     assert "wait 300 s" in error.message
     assert error.retryable
 
@@ -201,7 +193,7 @@ def test_a_failure_that_passes_is_tried_again(hub: Hub, waits: list[float], tmp_
     assert (tmp_path / "out" / "model.safetensors").read_bytes()[-SIZE_BYTES:] == _weights(1)[-SIZE_BYTES:]
     assert len(waits) == 8
     hub.fail("GET", "^/get/", status=status, times=100)
-    raised("storage.unavailable", lambda: reshard.diff("hf://org/name", tmp_path / "out"))
+    refused("storage.unavailable", lambda: reshard.diff("hf://org/name", tmp_path / "out"))
 
 
 def test_a_body_that_ends_early_is_read_again(hub: Hub, waits: list[float], tmp_path: Path) -> None:
@@ -209,7 +201,7 @@ def test_a_body_that_ends_early_is_read_again(hub: Hub, waits: list[float], tmp_
     reshard.convert("hf://org/name", tmp_path / "out", to="safetensors", progress=False)
     assert reshard.diff(tmp_path / "out", "hf://org/name").equal
     hub.fail("GET", "^/get/", cut=True, times=100)
-    raised("storage.unavailable", lambda: reshard.diff("hf://org/name", tmp_path / "out"))
+    refused("storage.unavailable", lambda: reshard.diff("hf://org/name", tmp_path / "out"))
 
 
 def test_a_server_that_does_not_answer_is_given_up(
@@ -218,7 +210,7 @@ def test_a_server_that_does_not_answer_is_given_up(
     released = threading.Event()
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     hub.fail("GET", "^/get/", times=5, call=lambda: released.wait(120))
-    error = raised("storage.unavailable", lambda: reshard.inspect("hf://org/name"))
+    error = refused("storage.unavailable", lambda: reshard.inspect("hf://org/name"))
     assert "did not answer in time" in error.message
     released.set()
 
@@ -240,14 +232,14 @@ def test_a_server_without_ranges_is_refused(hub: Hub) -> None:
     hub.ranges = False
     location = open_location("hf://org/name")
     info = location.files()["model.safetensors"]
-    error = raised("storage.protocol", lambda: read_bytes(location.store, info, 0, 100))
+    error = refused("storage.protocol", lambda: read_bytes(location.store, info, 0, 100))
     assert "bytes 0-99 were asked for, and the answer is 200" in error.message
     assert read_bytes(location.store, info) == _weights(1)
 
 
 def test_offline_mode_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert raised("request.invalid", lambda: reshard.inspect("hf://org/name")).fix == "unset HF_HUB_OFFLINE"
+    assert refused("request.invalid", lambda: reshard.inspect("hf://org/name")).fix == "unset HF_HUB_OFFLINE"
 
 
 def test_a_place_has_one_spelling() -> None:
@@ -257,7 +249,7 @@ def test_a_place_has_one_spelling() -> None:
         canonical_url("hf://o/n@refs/pr/1/p") == canonical_url("hf://o/n@refs%2Fpr%2F1/p") == "hf://o/n@refs%2Fpr%2F1/p"
     )
     for wrong in ("hf://o/n/p%2Fq", "hf://o@r/n", "hf://o/n@a@b", "hf://o/n@%2e%2e", "hf://o/n/../m"):
-        raised("request.invalid", lambda wrong=wrong: canonical_url(wrong))
+        refused("request.invalid", lambda wrong=wrong: canonical_url(wrong))
 
 
 def test_without_the_library_the_error_names_its_extra() -> None:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from huggingface_hub import ModelCard, constants
 from safetensors.numpy import load, save_file
 
 import reshard
+from house.expected import refused
 from house.repository import ROOT
 from house.waiting import wait_until
 from reshard.errors import ReshardError
@@ -32,14 +33,6 @@ from servers.hub import PART_BYTES, READER, Blob, Hub, hub_of_this_process
 TINY = ROOT / "tests" / "data" / "zero2_tiny"
 COUNT = 3 * PART_BYTES // 8
 """Elements of each of four tensors: a shard of two is sent in several parts."""
-
-
-def raised(code: str, call: Callable[[], object]) -> ReshardError:
-    """The error of a call, which has this code."""
-    with pytest.raises(ReshardError) as caught:
-        call()
-    assert caught.value.code == code, caught.value
-    return caught.value
 
 
 @pytest.fixture
@@ -120,7 +113,7 @@ def test_other_formats(hub: Hub, to: str) -> None:
         assert reshard.verify("hf://org/name").ok
         assert reshard.diff(TINY, "hf://org/name", states="weights").equal
         return
-    raised("request.unsatisfiable", lambda: reshard.convert(TINY, "hf://org/name", to=to, progress=False))
+    refused("request.unsatisfiable", lambda: reshard.convert(TINY, "hf://org/name", to=to, progress=False))
     assert not hub.requests
 
 
@@ -140,7 +133,7 @@ def test_the_same_again_is_no_second_commit(hub: Hub, source: Path, tmp_path: Pa
     for name in ("README.md", next(n for n in ours if n.endswith(".safetensors"))):
         other = Blob(b"?" * len(ours[name].data), ours[name].large)  # as long as ours
         found.commit("main", {**ours, name: other}, "another one")
-        error = raised("request.target_exists", lambda: _upload(source))
+        error = refused("request.target_exists", lambda: _upload(source))
         assert name in error.message
         assert _upload(source, overwrite=True).already_done is False
         assert hub.uploaded_bytes == before  # the weights are there
@@ -153,7 +146,7 @@ def test_another_model_is_replaced_only_when_asked(hub: Hub, source: Path) -> No
     stale = dict.fromkeys(("model.safetensors", "pytorch_model.bin", "model-00001-of-00009.safetensors"), b"old")
     found = hub.repository("org/name", {**stale, "training_args.bin": b"kept", "notes/model.safetensors": b"kept"})
     commit = found.refs["main"]
-    error = raised("request.target_exists", lambda: _upload(source))
+    error = refused("request.target_exists", lambda: _upload(source))
     assert "model.safetensors" in error.message
     assert "hf://ORG/NAME@BRANCH" in error.fix
     assert found.refs["main"] == commit
@@ -207,12 +200,12 @@ def test_a_branch_is_written_and_made(hub: Hub, source: Path, tmp_path: Path) ->
     _upload(source)
     main = found.refs["main"]
     hub.damages = True
-    raised("storage.protocol", lambda: _upload(source, "hf://org/name@half", dtype="bf16", max_shard_size=None))
+    refused("storage.protocol", lambda: _upload(source, "hf://org/name@half", dtype="bf16", max_shard_size=None))
     assert found.refs["half"] == main  # what the interrupted upload leaves: a branch that is where `main` is
     hub.damages = False
     _upload(source, "hf://org/name@half", dtype="bf16", max_shard_size=None)
     assert found.refs["main"] == main
-    raised("request.target_exists", lambda: _upload(source, "hf://org/name@half"))
+    refused("request.target_exists", lambda: _upload(source, "hf://org/name@half"))
     assert [n for n in sorted(found.files("half")) if "safetensors" in n] == ["model.safetensors"]
     reshard.convert(source, tmp_path / "out", to="safetensors", progress=False)
     assert reshard.push(tmp_path / "out", "hf://org/name@pushed").already_done is False
@@ -230,7 +223,7 @@ def test_a_branch_that_moves_meanwhile_is_a_conflict(hub: Hub, source: Path) -> 
     found = hub.repository("org/name", {"LICENSE": b"mine"})
     theirs = {"LICENSE": Blob(b"theirs", large=False)}
     hub.fail("PUT", "^/put/", call=lambda: found.commit("main", theirs, "their commit"))
-    error = raised("storage.conflict", lambda: _upload(source))
+    error = refused("storage.conflict", lambda: _upload(source))
     assert "moved" in error.message
     assert found.messages == ["initial commit", "their commit"]
     assert found.files() == theirs
@@ -267,7 +260,7 @@ def test_failures_that_stay(hub: Hub, source: Path, waits: list[float]) -> None:
     found = hub.repository("org/name", {})
     commit = found.refs["main"]
     hub.fail("PUT", "^/put/", status=500, times=10_000)
-    error = raised("storage.unavailable", lambda: _upload(source))
+    error = refused("storage.unavailable", lambda: _upload(source))
     assert error.retryable
     assert found.refs["main"] == commit
     hub.faults.clear()
@@ -279,7 +272,7 @@ def test_damage_on_the_way_is_found(hub: Hub, source: Path, waits: list[float]) 
     """The hub compares the SHA-256 of what it received."""
     found = hub.repository("org/name", {})
     hub.damages = True
-    error = raised("storage.protocol", lambda: _upload(source))
+    error = refused("storage.protocol", lambda: _upload(source))
     assert "the content is not that of the oid" in error.message
     assert found.messages == ["initial commit"]
 
@@ -288,7 +281,7 @@ def test_a_source_that_changes_meanwhile_is_not_committed(hub: Hub, source: Path
     """The bytes are made twice; both times they are those of the pinned source."""
     found = hub.repository("org/name", {})
     hub.fail("PUT", "^/put/", call=lambda: os.utime(source / "model.safetensors", ns=(1, 1)))
-    raised("source.changed", lambda: _upload(source))
+    refused("source.changed", lambda: _upload(source))
     assert found.messages == ["initial commit"]
 
 
@@ -296,23 +289,23 @@ def test_rights(hub: Hub, source: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A token that only reads, and none."""
     hub.repository("org/name", {})
     monkeypatch.setenv("HF_TOKEN", READER)
-    error = raised("storage.denied", lambda: _upload(source))
+    error = refused("storage.denied", lambda: _upload(source))
     assert "HF_TOKEN" in error.fix
-    raised("storage.denied", lambda: _upload(source, "hf://org/none"))
+    refused("storage.denied", lambda: _upload(source, "hf://org/none"))
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    raised("storage.denied", lambda: _upload(source))
+    refused("storage.denied", lambda: _upload(source))
     assert {*hub.repositories} == {"org/name"}
     assert len(hub.repositories["org/name"].commits) == 1
 
 
 def test_what_cannot_be_a_target(hub: Hub, source: Path) -> None:
     for url in ("hf://org/name/folder", f"hf://org/name@{'0' * 40}", "hf://org", "hf://datasets/org/name"):
-        raised("request.invalid", lambda url=url: _upload(source, url))
-    raised("request.invalid", lambda: _upload(source, verify="full"))
-    raised("request.unsatisfiable", lambda: _upload(source, workers=2, worker=0))
+        refused("request.invalid", lambda url=url: _upload(source, url))
+    refused("request.invalid", lambda: _upload(source, verify="full"))
+    refused("request.unsatisfiable", lambda: _upload(source, workers=2, worker=0))
     request = ConvertRequest(source=SourceSpec(url=str(source)), target="hf://org/name", to="safetensors")
-    error = raised("request.unsatisfiable", lambda: load_engine().convert(request, on_plan=lambda *_: None))
+    error = refused("request.unsatisfiable", lambda: load_engine().convert(request, on_plan=lambda *_: None))
     assert "jobs of a service" in error.message  # what the engine of a job is called with
     assert not hub.requests
 
@@ -335,7 +328,7 @@ def test_it_stops_when_asked(hub: Hub, source: Path) -> None:
         def stop() -> bool:
             return any(p.phase == phase for p in seen)
 
-        return raised(
+        return refused(
             "job.cancelled", lambda: load_engine().convert(request, on_progress=seen.append, should_stop=stop)
         )
 
@@ -415,7 +408,7 @@ def test_push_uploads_what_was_written(hub: Hub, source: Path, tmp_path: Path) -
     assert reshard.verify("hf://org/name").ok
     shutil.rmtree(out)
     reshard.convert(source, out, to="safetensors", dtype="bf16", progress=False)
-    raised("request.target_exists", lambda: reshard.push(out, "hf://org/name"))
+    refused("request.target_exists", lambda: reshard.push(out, "hf://org/name"))
     assert reshard.push(out, "hf://org/name", overwrite=True).already_done is False
     assert not any("-of-" in name for name in found.files())
     assert reshard.diff(out, "hf://org/name").equal
@@ -459,10 +452,10 @@ def test_a_killed_push_changes_nothing_and_the_next_one_ends_it(hub: Hub, source
 
 
 def test_push_takes_finished_weights_alone(hub: Hub, source: Path, tmp_path: Path) -> None:
-    raised("source.not_found", lambda: reshard.push(source, "hf://org/name"))
+    refused("source.not_found", lambda: reshard.push(source, "hf://org/name"))
     reshard.convert(TINY, tmp_path / "zero" / "global_step3", to="zero", dp=1, progress=False)
-    raised("request.unsatisfiable", lambda: reshard.push(tmp_path / "zero" / "global_step3", "hf://org/name"))
+    refused("request.unsatisfiable", lambda: reshard.push(tmp_path / "zero" / "global_step3", "hf://org/name"))
     reshard.convert(source, tmp_path / "out", to="safetensors", progress=False)
     (tmp_path / "out" / "model.safetensors").write_bytes(b"short")
-    raised("integrity.mismatch", lambda: reshard.push(tmp_path / "out", "hf://org/name"))
+    refused("integrity.mismatch", lambda: reshard.push(tmp_path / "out", "hf://org/name"))
     assert not hub.requests

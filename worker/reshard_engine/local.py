@@ -212,10 +212,11 @@ class LocalEngine:
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
+        signing = signing or _configured_signing()
         if _is_hub(request.target):
             if work is not None or on_plan is not None:
                 refuse_upload(request.target)
-            if signing is not None or _configured_signing() is not None:
+            if signing is not None:
                 raise RequestError(
                     "request.invalid",
                     "certificates lie beside a target, and nothing lies beside a repository of the hub",
@@ -232,7 +233,6 @@ class LocalEngine:
 
             return convert_shared(request, work, on_progress=on_progress, should_stop=should_stop, ownership=ownership)
 
-        signing = signing or _configured_signing()
         # Of workers that share a conversion, the first one signs for all.
         if signing is None or (work is not None and work.number):
             return convert()

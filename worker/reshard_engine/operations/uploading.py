@@ -38,12 +38,11 @@ from reshard_engine.operations.layout_map import PlannedStore
 from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 from reshard_engine.plan.budget import peak_bytes
 from reshard_engine.plan.model import Chunk, Plan
-from reshard_engine.storage.hub import HubPath, HubStore, KnownFile, pin_of
+from reshard_engine.storage.hub import HubPath, HubStore, KnownFile, is_commit, pin_of
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectInfo, read_bytes
 
 _SAMPLE_BYTES = 512
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 """Files that a loader may take for the weights in place of others: transformers 5.23.0 looks for `model.safetensors`,
 then for its index, then for `pytorch_model.bin` (`modeling_utils.py`, `_get_resolved_checkpoint_files`)."""
@@ -60,7 +59,7 @@ def _branch(url: str) -> tuple[Location, HubStore]:
     """
     location = open_location(url)
     named = HubPath.of(location.path) if isinstance(location.store, HubStore) else None
-    if named is None or not isinstance(location.store, HubStore) or named.path or _COMMIT.fullmatch(named.revision):
+    if named is None or not isinstance(location.store, HubStore) or named.path or is_commit(named.revision):
         raise RequestError(
             "request.invalid",
             f"{printable(url)} is no branch of a repository of the hub",

@@ -62,6 +62,11 @@ _NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+def is_commit(revision: str) -> bool:
+    """True if a revision is a commit, which no push changes."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class HubPath:
     """A path of a hub store, `ORG/NAME[@REVISION][/PATH]`, in its parts."""
@@ -223,7 +228,7 @@ class HubStore:
         with self._lock:
             if key not in self._commits:
                 info = _tried(path, lambda: self._api.model_info(named.repository, revision=named.revision))
-                if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
+                if info.sha is None or not is_commit(info.sha):
                     raise StorageError("storage.protocol", f"hf://{printable(path)}: the hub names no commit")
                 self._commits[key] = info.sha
             return self._commits[key]
