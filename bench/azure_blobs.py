@@ -14,7 +14,6 @@ the memory. The choice that follows is docs/adr/0030.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from azure.core.exceptions import ResourceExistsError
 from azure.storage.blob import BlobServiceClient
-from clients import measure, print_table, run_contender
+from clients import measure, parser_of, print_table, put_checkpoint, run_contender
 
 from reshard.errors import StorageError
 from reshard_engine.storage.azure import AzureStore
@@ -188,14 +187,8 @@ def _contender(name: str, size_bytes: int) -> None:
 
 def main() -> int:
     """Print Markdown tables of medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mebibytes", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, help="where the server's data go, such as /dev/shm")
-    parser.add_argument("--no-clients", action="store_true")
-    parser.add_argument("--no-conversions", action="store_true")
-    parser.add_argument("--contender", help=argparse.SUPPRESS)
-    parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender:
         _contender(arguments.contender, arguments.bytes)
@@ -216,12 +209,7 @@ def main() -> int:
             for client, create in _creations().items():
                 print(f"| {client} | {_winners(create, f'once-{client}')} |")
         if not arguments.no_conversions:
-            from checkpoints import gpt_parameters, write_zero_checkpoint  # brings torch
-
-            layers = max(1, round(size / 12 / (12 * 2048 * 2048)))
-            write_zero_checkpoint(Path(name) / "run", gpt_parameters(2048, layers, 1_000), stage=2, ranks=4)
-            server.upload(Path(name) / "run", _BOX, "run")
-            total = sum(p.stat().st_size for p in (Path(name) / "run").rglob("*") if p.is_file())
+            total = put_checkpoint(server, _BOX, Path(name) / "run", size, width=2048)
             copies = measure(__file__, [f"copy:{n}" for n in _COPIES], ["--bytes", "0"], rounds)
             print_table("whole checkpoint", copies, total)
     return 0

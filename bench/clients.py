@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import resource
@@ -11,6 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from servers.stores import ObjectServer
 
 Medians = dict[str, dict[str, float]]
 
@@ -59,3 +64,36 @@ def print_table(title: str, medians: Medians, size_bytes: int) -> None:
         print(
             f"| {name.partition(':')[2]} | {m['wall_s']:.2f} | {rate:.0f} | {m['cpu_s']:.2f} | {m['grown_mib']:.0f} |"
         )
+
+
+# What the benchmarks of stores share.
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """The options of a benchmark of a store's clients, and those of the process of a contender."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mebibytes", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-clients", action="store_true")
+    parser.add_argument("--no-conversions", action="store_true")
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def put_checkpoint(server: ObjectServer, bucket: str, place: Path, size_bytes: int, *, width: int) -> int:
+    """Put a ZeRO-2 checkpoint of four ranks under `run` into a bucket; returns its bytes.
+
+    Args:
+        server: The store.
+        bucket: The bucket.
+        place: A directory that does not exist yet, for the files.
+        size_bytes: About the bytes of the checkpoint's states.
+        width: Width of the model; its depth follows.
+    """
+    from checkpoints import gpt_parameters, write_zero_checkpoint  # brings torch
+
+    layers = max(1, round(size_bytes / 12 / (12 * width * width)))
+    write_zero_checkpoint(place, gpt_parameters(width, layers, 1_000), stage=2, ranks=4)
+    server.upload(place, bucket, "run")
+    return sum(path.stat().st_size for path in place.rglob("*") if path.is_file())

@@ -14,22 +14,18 @@ the memory. The choice that follows is docs/adr/0030.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from clients import measure, parser_of, print_table, put_checkpoint, run_contender
 
 from servers.gcs import GcsServer, gcs_server
 
@@ -98,8 +94,7 @@ def _obstore(spans: Spans, *, writes: bool) -> None:
     import obstore
     from obstore.store import GCSStore
 
-    if writes:
-        raise NotImplementedError  # it writes by the XML API, which the server does not have
+    assert not writes
     store: Any = GCSStore(
         _BUCKET,
         client_options={"allow_http": True},
@@ -132,67 +127,23 @@ _COPIES = {"plain copy": _plain_copy, "ours, converting": _conversion}
 
 
 def _contender(name: str, size_bytes: int) -> None:
-    """Run one contender in this process; prints its numbers. Imports come first, and are not counted."""
     kind, _, client = name.partition(":")
     length = _PART_BYTES if kind == "write" else _RANGE_BYTES
     spans = [(at, min(length, size_bytes - at)) for at in range(0, size_bytes, length)]
     if kind == "copy":
-        run: Callable[[], None] = _COPIES[client]
-    else:
-        _CLIENTS[client](spans[:1] if kind == "read" else [], writes=False)
-        run = lambda: _CLIENTS[client](spans, writes=kind == "write")  # noqa: E731
-    # What a process had at its peak before counts as well, and that of the process that forked it.
-    Path("/proc/self/clear_refs").write_text("5")
-    held_kib = _peak_kib()
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    started = time.perf_counter()
-    run()
-    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(json.dumps({"wall_s": wall, "cpu_s": cpu, "grown_mib": (_peak_kib() - held_kib) / 1024}))
-
-
-def _peak_kib() -> int:
-    """Most memory that this process had since its peak was reset (`proc_pid_status(5)`, `VmHWM`)."""
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-
-def _measure(names: Sequence[str], size_bytes: int, rounds: int) -> dict[str, dict[str, float]]:
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            command = [sys.executable, "-W", "ignore", __file__, "--contender", name, "--bytes", str(size_bytes)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
-            if turn:
-                found[name].append(json.loads(done.stdout.splitlines()[-1]))
-    return {n: {key: statistics.median(r[key] for r in runs) for key in runs[0]} for n, runs in found.items()}
-
-
-def _table(title: str, medians: dict[str, dict[str, float]], size_bytes: int) -> None:
-    print(f"\n| {title} | wall s | MiB/s | client CPU s | memory grown MiB |\n|---|---:|---:|---:|---:|")
-    for name, m in medians.items():
-        rate = size_bytes / m["wall_s"] / (1 << 20)
-        print(
-            f"| {name.partition(':')[2]} | {m['wall_s']:.2f} | {rate:.0f} | {m['cpu_s']:.2f} | {m['grown_mib']:.0f} |"
-        )
+        run_contender(_COPIES[client])
+        return
+    _CLIENTS[client](spans[:1] if kind == "read" else [], writes=False)  # what it imports is not counted
+    run_contender(lambda: _CLIENTS[client](spans, writes=kind == "write"))
 
 
 def main() -> int:
     """Print Markdown tables of medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mebibytes", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-clients", action="store_true")
-    parser.add_argument("--no-conversions", action="store_true")
-    parser.add_argument("--contender", help=argparse.SUPPRESS)
-    parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     if arguments.contender:
         _contender(arguments.contender, arguments.bytes)
         return 0
-    size = arguments.mebibytes << 20
+    size, rounds = arguments.mebibytes << 20, arguments.rounds
     with tempfile.TemporaryDirectory(prefix="reshard-bench-") as name, gcs_server(Path(name)) as server:
         os.environ.update(server.env())
         server.make_bucket(_BUCKET)
@@ -203,18 +154,16 @@ def main() -> int:
                 for n in _CLIENTS
                 if n == "ours" or importlib.util.find_spec(n.replace("google-cloud-storage", "google.cloud.storage"))
             ]
-            _table("ranged reads", _measure([f"read:{n}" for n in clients], size, arguments.rounds), size)
-            writers = [f"write:{n}" for n in clients if n != "obstore"]
-            _table("parts, joined", _measure(writers, size, arguments.rounds), size)
+            # obstore writes by the XML API, which the server does not have.
+            writers = [n for n in clients if n != "obstore"]
+            for kind, title, names in (("read", "ranged reads", clients), ("write", "parts, joined", writers)):
+                found = measure(__file__, [f"{kind}:{n}" for n in names], ["--bytes", str(size)], rounds)
+                print_table(title, found, size)
             server.delete(_BUCKET, _OBJECT)
         if not arguments.no_conversions:
-            from checkpoints import gpt_parameters, write_zero_checkpoint  # brings torch
-
-            layers = max(1, round(size / 12 / (12 * 1024 * 1024)))
-            write_zero_checkpoint(Path(name) / "run", gpt_parameters(1024, layers, 1_000), stage=2, ranks=4)
-            server.upload(Path(name) / "run", _BUCKET, "run")
-            total = sum(p.stat().st_size for p in (Path(name) / "run").rglob("*") if p.is_file())
-            _table("whole checkpoint", _measure([f"copy:{n}" for n in _COPIES], total, arguments.rounds), total)
+            total = put_checkpoint(server, _BUCKET, Path(name) / "run", size, width=1024)
+            copies = measure(__file__, [f"copy:{n}" for n in _COPIES], ["--bytes", "0"], rounds)
+            print_table("whole checkpoint", copies, total)
     return 0
 
 
