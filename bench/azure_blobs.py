@@ -110,7 +110,7 @@ def _adlfs(size_bytes: int, kind: str) -> None:
 
 
 def _creations() -> dict[str, Callable[[str, bytes], object]]:
-    """How each client creates a blob that must not be there yet."""
+    """The calls by which each client creates a blob that must not be there yet."""
     import obstore
 
     store, ours, files = _obstore_store(), AzureStore.of_profile(None), _adlfs_files()
@@ -124,7 +124,7 @@ def _creations() -> dict[str, Callable[[str, bytes], object]]:
 
 
 def _winners(create: Callable[[str, bytes], object], name: str) -> int:
-    """How many of the threads believe that they created the blob."""
+    """The number of threads that believe that they created the blob."""
     import obstore.exceptions
 
     refusals = (StorageError, ResourceExistsError, FileExistsError, obstore.exceptions.AlreadyExistsError)

@@ -347,7 +347,7 @@ def same_bytes(written: dict[str, bytes], expected: dict[str, bytes]) -> None:
 
 
 def journaled(site: Site, name: str) -> tuple[int, set[tuple[str, str, str]]]:
-    """How many units are in the journal, and (path, upload id, part number) of their parts that the store holds."""
+    """The number of units in the journal, and (path, upload id, part number) of their parts that the store holds."""
     store = open_location(site.place).store
     assert isinstance(store, ObjectStore)
     lines = [body for key, body in site.store.read_all(site.bucket, f"{name}/").items() if "/unit-" in f"/{key}"]

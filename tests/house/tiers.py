@@ -74,7 +74,7 @@ SHARES: Mapping[str, int] = {
     "recipes": 8,
     "unit/engine/test_megatron_buckets.py": 8,
 }
-"""Of each of these files, and of each file in these folders below tests/, `make test` runs one test of so many.
+"""`make test` runs one test of so many, of each of these files and of each file in these folders below tests/.
 
 A file with fewer tests takes no part in some turns.
 """

@@ -243,7 +243,7 @@ def test_offline_mode_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_place_has_one_spelling() -> None:
-    """What roots and permissions compare is what is opened."""
+    """Roots and permissions compare the place that is opened."""
     assert {canonical_url(u) for u in ("hf://o/n/p", "hf://models/o/n@main/p", "HF://o/n@main/p/")} == {"hf://o/n/p"}
     assert (
         canonical_url("hf://o/n@refs/pr/1/p") == canonical_url("hf://o/n@refs%2Fpr%2F1/p") == "hf://o/n@refs%2Fpr%2F1/p"

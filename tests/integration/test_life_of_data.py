@@ -1,4 +1,4 @@
-"""What jobs leave in and beside their targets, and who removes it: the real engine on a disk and in object stores."""
+"""Leftovers of jobs in and beside their targets, and who removes them: the real engine on a disk and in stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is uploaded to the hub loads there: transformers, the tokenizer and PEFT's own reading of the repository.
+"""Models that were uploaded to the hub load from there: by transformers, the tokenizer and PEFT's own reading.
 
 The hub is a stand-in (`servers/hub.py`); the programs that load are the real ones, each in a process of its own.
 """

@@ -29,6 +29,8 @@ SIZES = {
 MORE = {"vocab_size": 61, "num_hidden_layers": 2, "max_position_embeddings": 24, "bos_token_id": 1, "eos_token_id": 2}
 QUANTIZER = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float"))
 
+TOKENS = torch.arange(10)[None]
+
 
 def model_of(kind: str, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES[kind], **MORE, **changes}))
@@ -55,6 +57,14 @@ def _convert(source: Path, target: Path, **options: Any) -> reshard.ConvertResul
 
 def _held(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def _with_numbers(source: Any, values: dict[str, torch.Tensor]) -> Any:
+    """A model as `source`, in bf16, with these weights."""
+    found = AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16)
+    found.load_state_dict(values, strict=False)
+    found.tie_weights()
+    return found
 
 
 def _reference(source: Path) -> dict[str, torch.Tensor]:
@@ -123,12 +133,9 @@ def test_transformers_opens_it(kind: str, *, tied: bool, tmp_path: Path) -> None
             assert torch.equal(values[name], dequantizer._dequantize_one(value, scales, torch.bfloat16))
         elif not name.endswith("_scale_inv"):
             values[name] = value
-    wanted = AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16)
-    wanted.load_state_dict(values, strict=False)
-    wanted.tie_weights()
-    tokens = torch.arange(10)[None]
+    wanted = _with_numbers(source, values)
     with torch.no_grad():
-        assert torch.equal(model.eval()(tokens).logits, wanted.eval()(tokens).logits)
+        assert torch.equal(model.eval()(TOKENS).logits, wanted.eval()(TOKENS).logits)
 
 
 @pytest.mark.parametrize("kind", _LINEAR)
@@ -266,10 +273,7 @@ def test_transformers_opens_int8_by_compressed_tensors(kind: str, tmp_path: Path
             values[name] = dequantize(value, scales, torch.zeros_like(scales), args, dtype=torch.bfloat16)
         elif not name.endswith("_scale"):
             values[name] = value
-    wanted = AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16)
-    wanted.load_state_dict(values, strict=False)
-    wanted.tie_weights()
-    tokens = torch.arange(10)[None]
+    wanted = _with_numbers(source, values)
     model, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True, quantization_config=CompressedTensorsConfig(dequantize=True)
     )
@@ -279,10 +283,10 @@ def test_transformers_opens_int8_by_compressed_tensors(kind: str, tmp_path: Path
         v.dtype == torch.int8 for v in found.values()
     )
     with torch.no_grad():
-        logits = wanted.eval()(tokens).logits
-        assert torch.equal(model.eval()(tokens).logits, logits)
+        logits = wanted.eval()(TOKENS).logits
+        assert torch.equal(model.eval()(TOKENS).logits, logits)
         # Its activations are int8, too: close, and not the same.
-        close = compressed.eval()(tokens).logits
+        close = compressed.eval()(TOKENS).logits
     assert 0 < float((close - logits).abs().max()) < 0.1 * float(logits.abs().max())
 
 

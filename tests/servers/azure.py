@@ -24,12 +24,12 @@ ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """The account that every Azurite has (its README). The key is public."""
 _PROGRAM = Path(sys.prefix) / "azurite" / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
-"""Where `make setup` installs it."""
+"""The place where `make setup` installs it."""
 
 
 @dataclass(frozen=True)
 class AzureServer:
-    """Where the server is and who may use it."""
+    """The address of the server, and the account that may use it."""
 
     endpoint: str
     scheme: str = "az"

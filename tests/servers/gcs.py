@@ -28,7 +28,7 @@ from servers.stores import upload
 
 @dataclass(frozen=True)
 class GcsServer:
-    """Where the server is. Everybody may use it."""
+    """The address of the server. Everybody may use it."""
 
     endpoint: str
     scheme: str = "gs"

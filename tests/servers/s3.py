@@ -24,7 +24,7 @@ SECRET_KEY = "testsecret123"
 
 @dataclass(frozen=True)
 class S3Server:
-    """Where the server is and who may use it."""
+    """The address of the server, and the account that may use it."""
 
     endpoint: str
     scheme: str = "s3"

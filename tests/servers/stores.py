@@ -1,4 +1,4 @@
-"""What tests ask of a real server of any object store, by the store's own client."""
+"""The questions of tests to a real server of any object store, by the store's own client."""
 
 from __future__ import annotations
 

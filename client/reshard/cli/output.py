@@ -341,7 +341,7 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
 
 
 def _from_hub(to: str, target: str, files: Iterable[str]) -> str:
-    """How a model, or an adapter, is loaded from a branch of the hub."""
+    """The call that loads a model, or an adapter, from a branch of the hub."""
     name, _, branch = target.removeprefix("hf://").partition("@")
     branch = printable(unquote(branch))
     said = repr(printable(name)) + (f", revision={branch!r}" if branch else "")

@@ -322,7 +322,7 @@ class PlannedConversion(Protocol):
 
     @property
     def request(self) -> ConvertRequest:
-        """What was asked for."""
+        """The request."""
         ...
 
     @property

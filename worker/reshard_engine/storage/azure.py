@@ -187,7 +187,7 @@ class AzureProfile:
 
     @property
     def method(self) -> str | None:
-        """What the credentials are, without secrets; None if no account is named."""
+        """A description of the credentials, without secrets; None if no account is named."""
         if self.connection_string is not None:
             keyless = not re.search(r"(?i)(^|;)\s*(AccountKey|SharedAccessSignature)=", self.connection_string)
             return f"a connection string{' and azure-identity' if keyless else ''}"
@@ -238,7 +238,7 @@ _ABORTED = 99_999
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What the name of a block says."""
+    """The facts in the name of a block."""
 
     tag: str
     number: int

@@ -28,7 +28,7 @@ WRITABLE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 _HUB = {"hf": ("reshard_engine.storage.hub", "HubStore", "hub")}
 """As `WRITABLE`, for the hub: it takes whole commits, so no sink writes into it."""
 WRITABLE_URLS = ", ".join(["a local path", *(f"{scheme}://bucket/path" for scheme in WRITABLE)])
-"""What a user may write in place of a URL that can only be read."""
+"""Kinds of places that a user may name instead of a URL that can only be read."""
 _NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
 """fsspec file systems that cannot list directories, or that wrap another one."""
 _SERVED: ContextVar[Mapping[str, Store]] = ContextVar("served", default=MappingProxyType({}))

@@ -159,7 +159,7 @@ class ServiceStore(ObjectStore, Protocol):
     profiles: type[Any]
     """The dataclass whose fields are the keys of its storage profiles."""
     credentials_fix: str
-    """What to do if there are no credentials."""
+    """The fix if there are no credentials."""
 
     @classmethod
     def of_profile(cls, name: str | None, beside: Store | None = None) -> ServiceStore:
@@ -174,7 +174,7 @@ class ServiceStore(ObjectStore, Protocol):
 
     @staticmethod
     def credentials() -> str | None:
-        """Where the credentials of the environment come from, without secrets, and for which service; None without any.
+        """A line on the origin of the environment's credentials, without secrets, and their service; None without any.
 
         Raises:
             StorageError: `storage.denied` if they cannot be read.
