@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from house.expected import some
 from house.requests import asked
 from house.tiers import STORES, rest_full
 from reshard.choices import JobState, TargetFormat
-from reshard.errors import JobError, ReshardError, from_problem
+from reshard.errors import JobError, RequestError, from_problem
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
+from reshard_engine.execute.sinks import leftovers
 from reshard_jobs.database import Database
 from reshard_jobs.queue.discards import Discards
 from reshard_jobs.queue.leases import Leases
@@ -61,15 +63,14 @@ class Place:
     healed: Path
     look: Callable[[], list[str]]
     """Everything in and beside the targets, uploads included."""
-    keep_failed_s: float = KEEP_S
     write: Callable[[str, bytes], None] = lambda _name, _data: None
     """Writes an object beside the targets, past the engine."""
 
     def __post_init__(self) -> None:
         self.store = JobStore(self.database)
-        self.leases = Leases(self.database, lease_s=2.0, keep_failed_s=self.keep_failed_s)
+        self.leases = Leases(self.database, lease_s=2.0, keep_failed_s=KEEP_S)
         self.discards = Discards(self.database, lease_s=2.0)
-        jobs = JobSettings(lease_s=2.0, heartbeat_s=0.5, keep_failed_s=self.keep_failed_s)
+        jobs = JobSettings(lease_s=2.0, heartbeat_s=0.5, keep_failed_s=KEEP_S)
         settings = WorkerSettings(jobs=jobs, runner_command=RUNNER, max_workers=1)
         self.worker = Supervisor(self.leases, settings, name="test", discards=self.discards)
 
@@ -127,6 +128,17 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         place.write = lambda name, data: server.put(bucket, f"targets/{name}", data)
         yield place
     database.close()
+
+
+def stop_after(request: ConvertRequest, *, units: int) -> None:
+    """Convert outside the service, and stop once more than this many units are done."""
+    done: list[int] = []
+    with pytest.raises(JobError, match=r"job\.cancelled"):
+        load_engine().convert(
+            request,
+            on_progress=lambda p: done.append(p.units_done),
+            should_stop=lambda: max(done, default=0) > units,
+        )
 
 
 def held(server: ObjectServer, bucket: str) -> list[str]:
@@ -317,13 +329,7 @@ def test_the_files_of_another_program_are_left_alone(
     place: Place, sources: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Someone's own conversion into the same target stopped halfway: `reshard convert` goes on with it later.
-    stopped: list[int] = []
-    with pytest.raises(JobError, match=r"job\.cancelled"):
-        load_engine().convert(
-            place.request(sources[1]),
-            on_progress=lambda p: stopped.append(p.units_done),
-            should_stop=lambda: max(stopped, default=0) > 2,
-        )
+    stop_after(place.request(sources[1]), units=2)
     before = place.strays()
     assert before
     job = place.submit(sources[0])
@@ -340,22 +346,31 @@ def test_a_conversion_that_went_on_outside_the_service_is_not_torn_down(
     place: Place, sources: tuple[Path, Path]
 ) -> None:
     """A user who finishes a failed job by hand, with `reshard convert`, writes the same plan."""
-    place.keep_failed_s = 6.0
-    place.__post_init__()
     place.failed(sources[0])
-    time.sleep(4.0)
-    stopped: list[int] = []
-    with pytest.raises(JobError, match=r"job\.cancelled"):
-        load_engine().convert(
-            place.request(sources[0]),
-            on_progress=lambda p: stopped.append(p.units_done),
-            should_stop=lambda: max(stopped, default=0) > 4,
-        )
-    while not place.discards.pending(due=True):
-        time.sleep(0.1)
+    stop_after(place.request(sources[0]), units=4)
+    let_pass(place.database, KEEP_S + 1)
     assert place.worker.run_next() is Outcome.DISCARDED, "it is looked at"
     assert place.strays(), "and kept: it was written to a moment ago"
     assert load_engine().convert(place.request(sources[0])).resumed_bytes > 0
+
+
+@pytest.mark.parametrize("place", rest_full(STORES, "s3"), indirect=True)
+def test_the_newest_write_tells_that_a_conversion_goes_on(
+    place: Place, sources: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old files of the failed job stay with the new ones of who goes on. Without new ones they are removed."""
+    engine, request, alone = load_engine(), place.request(sources[0]), place.request(sources[0], "alone")
+    place.failed(sources[0], "alone")
+    place.failed(sources[0])
+    time.sleep(2.0)  # stores tell times in whole seconds
+    between = time.time()
+    stop_after(request, units=4)
+    monkeypatch.setattr(leftovers, "time", SimpleNamespace(time=lambda: between + 1000.0))
+    engine.discard(alone, plans=[engine.plan(alone).digest], idle_s=1001.5)
+    assert not [path for path in place.strays() if "alone" in path]
+    with pytest.raises(RequestError, match=r"request\.target_busy"):
+        engine.discard(request, plans=[engine.plan(request).digest], idle_s=1001.5)
+    assert place.strays()
 
 
 def test_a_cancel_that_no_worker_could_clean_up_is_cleaned_up_later(place: Place, sources: tuple[Path, Path]) -> None:
@@ -363,13 +378,7 @@ def test_a_cancel_that_no_worker_could_clean_up_is_cleaned_up_later(place: Place
     claim = some(place.leases.claim(job.id, worker="lost"))
     digest = load_engine().plan(claim.request).digest
     assert place.leases.record_plan(claim, digest)
-    stopped: list[int] = []
-    with pytest.raises(ReshardError):
-        load_engine().convert(
-            claim.request,
-            on_progress=lambda p: stopped.append(p.units_done),
-            should_stop=lambda: max(stopped, default=0) > 2,
-        )
+    stop_after(claim.request, units=2)
     assert place.strays()
     place.store.cancel(job.id)
     reaper = Reaper(place.database, lease_s=0.01)
