@@ -400,8 +400,8 @@ def test_waits_end_in_time(api: Api, client: Client) -> None:
     answer = api.post("/v1/jobs", api.body(), Prefer="respond-async, wait=1")
     assert answer.status_code == 202
     assert time.monotonic() - began > 0.9
-    threading.Timer(0.3, client.cancel, [job.id]).start()
     tag = api.get(f"/v1/jobs/{job.id}").headers["etag"]
+    threading.Timer(0.3, client.cancel, [job.id]).start()
     changed = api.get(f"/v1/jobs/{job.id}?wait=20", **{"If-None-Match": tag})
     assert changed.json()["state"] == "CANCELLED"
 
