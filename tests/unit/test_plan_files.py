@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import reshard
-from house.expected import raised
+from house.expected import raised, some
 from house.saves import DATA
 from reshard.api.plan_files import read_plan
 from reshard.cli.main import run
@@ -218,6 +218,24 @@ def test_a_plan_file_is_read_within_bounds(tmp_path: Path) -> None:
     with (tmp_path / "plan.json").open("wb") as long:
         long.truncate(1 << 40)
     assert "more than" in raised(RequestError, lambda: read_plan(tmp_path / "plan.json")).message
+
+
+def test_a_number_of_a_file_is_one_as_in_the_rest_of_a_request(file: Path) -> None:
+    """JSON has one kind of numbers: what writes 11 as 11.0 means the same, and a text is none."""
+
+    def with_size(convert: Callable[[int], object]) -> Path:
+        def change(body: dict[str, Any]) -> None:
+            body["plan"]["files"][0]["size_bytes"] = convert(body["plan"]["files"][0]["size_bytes"])
+
+        return edited(file, change)
+
+    planned = some(read_plan(file).plan)
+    assert some(read_plan(with_size(float)).plan) == planned
+    for no_number in (str, lambda _size: True, lambda size: size + 0.5):
+        kept = file.read_text()
+        error = raised(RequestError, partial(read_plan, with_size(no_number)))
+        assert "size_bytes is not a whole number" in error.message
+        file.write_text(kept)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

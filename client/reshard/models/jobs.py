@@ -82,14 +82,14 @@ _MOST_SENT = 2_000
 """Files that a plan names when it goes to a service, whose requests have at most 1 MiB."""
 
 
-class PinnedFile(WireModel):
+class PinnedFile(RequestModel):
     """One object of a source as a plan pins it."""
 
     name: str = Field(min_length=1, max_length=4096)
     """The file, relative to the checkpoint's directory."""
-    part: int = Field(default=0, ge=0, le=1 << 20, strict=True)
+    part: int = Field(default=0, ge=0, le=1 << 20)
     """Number of the object within a file that is stored in several."""
-    size_bytes: int = Field(ge=0, le=MOST_BYTES, strict=True)
+    size_bytes: int = Field(ge=0, le=MOST_BYTES)
     pin: str = Field(max_length=1024)
     """A text that changes with the content: the ETag, or the time of the last write and the size."""
 
