@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
@@ -60,17 +60,21 @@ def logging_proxy(upstream: str) -> Generator[LoggingProxy]:
     loop = asyncio.new_event_loop()
     started = threading.Event()
     stop = asyncio.Event()
+    connections: set[asyncio.Task[None]] = set()
 
     async def serve() -> None:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
                 await _Connection(proxy, reader, writer).forward(host, port)
-            except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                return
-            finally:
-                writer.close()
 
-        server = await asyncio.start_server(handle, "127.0.0.1", 0, limit=1 << 20)
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            # The loop itself refers to tasks weakly, and one that is cancelled before it begins closes nothing.
+            task = loop.create_task(handle(reader, writer))
+            connections.add(task)
+            task.add_done_callback(lambda _: writer.close())
+            task.add_done_callback(connections.discard)
+
+        server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=1 << 20)
         proxy.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         started.set()
         await stop.wait()
