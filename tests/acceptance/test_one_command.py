@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -52,11 +51,9 @@ def test_the_main_job(service: dict[str, str], tmp_path: Path, to: str, options:
     verified = run(service, "verify", str(target), "--json")
     assert verified.returncode == 0, verified.stderr
     assert json.loads(verified.stdout)["ok"]
-    began = time.monotonic()
     again = run(service, "submit", str(SOURCE), str(target), "--to", to, *options, "--wait", "--json")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["result"]["already_done"]
-    assert time.monotonic() - began < 10
     if to == "safetensors":
         expected = load_file(SOURCE / "expected.safetensors")
         masters = {name.removeprefix("fp32/"): value for name, value in expected.items() if name.startswith("fp32/")}
