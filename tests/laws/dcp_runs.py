@@ -99,4 +99,8 @@ def idle_parameters(state: LogicalState, layout: Layout) -> frozenset[str]:
     wide = all(p.states[s].dtype == "float32" for p in state.trained for s in state.state_names)
     if not (layout.idle and members and state.state_names and wide):
         return frozenset()
-    return frozenset({layout.chance("idle").choice(members).fqn})
+    chosen = layout.chance("idle").choice(members).fqn
+    updated = {p.fqn for p in state.trained} - {chosen}
+    # Without it, an adapter alone would have been updated, as if PEFT had frozen the rest.
+    of_adapter = {p.fqn for p in state.trained if ".lora_" in f".{p.fqn}"}
+    return frozenset() if updated == of_adapter else frozenset({chosen})
