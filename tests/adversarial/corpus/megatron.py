@@ -259,7 +259,7 @@ ENTRIES = (
     _entry("groups-of-themselves", _MALFORMED, _common(optimizer={"optimizer": {"param_groups": [[]]}})),
     _entry("optimizers-nested", "pickle.too_deep", _common(optimizer=_nested(2_000))),
     _entry("sharding-of-another-name", OK, _common(content_metadata={"distrib_optim_sharding_type": "../../x"})),
-    _entry("sharding-of-old-files", _AMBIGUOUS, _common(content_metadata={"distrib_optim_sharding_type": "dp_zero_gather_scatter"}), inspect=OK),
+    _entry("sharding-that-the-states-do-not-have", OK, _common(content_metadata={"distrib_optim_sharding_type": "dp_zero_gather_scatter"})),
     _entry("description-missing", _INCOMPLETE, _without("metadata.json")),
     _entry("description-empty", _INCOMPLETE, _described(b"")),
     _entry("description-of-a-list", _INCOMPLETE, _described(b"[1]")),
