@@ -67,11 +67,7 @@ class Site:
         url = f"{self.store.scheme}://{self.bucket}/{name}"
         return self.client.submit(f"{self.store.scheme}://{self.bucket}/run", url, **OPTIONS, **settings)
 
-    def slow_down(self, pause_s: float) -> None:
-        """Hold every upload of a part back for a while."""
-        self.proxy.pause_s = lambda method, target: pause_s if self.store.part_of(method, target) else 0.0
-
-    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = 100.0) -> None:
         wait_until(ready, timeout_s=timeout_s, what=lambda: f"not in time: {what}")
 
     def at_work(self, job: Job) -> int:
@@ -103,12 +99,13 @@ def site(make_stack: Callable[[str], Stack], store: ObjectServer, source: Path) 
 
 
 def test_a_job_runs_on_all_workers_and_survives_two_of_them(site: Site, expected: dict[str, bytes]) -> None:
-    site.slow_down(1.0)
+    site.proxy.hold_parts(site.store)
     for _ in range(4):
         site.start_worker()
     job = site.submit("whole")
     site.wait_until(lambda: site.at_work(job) == 4, "four workers at one job")
-    site.wait_until(lambda: (p := site.client.get(job.id).progress) is not None and p.units_done > 2, "a few units")
+    site.proxy.hold_parts(site.store, after=8)
+    site.wait_until(lambda: len(site.proxy.parts_uploaded(site.store)) == 8 and site.proxy.waiting == 4, "a few units")
     owner = site.client.get(job.id).worker or ""
     before = Counter(site.proxy.parts_uploaded(site.store))
     victims = sorted(site.workers, key=lambda w: any(f"/{p.pid}" in owner for p in tree_of(w.pid)))[-2:]
@@ -116,6 +113,7 @@ def test_a_job_runs_on_all_workers_and_survives_two_of_them(site: Site, expected
     for victim in victims:
         end_tree(victim)
     site.workers = [w for w in site.workers if w not in victims]
+    site.proxy.held = None
     site.start_worker()
     ended = site.client.wait(job.id, timeout_s=150)
     assert ended.state is JobState.SUCCEEDED, ended.error
@@ -138,15 +136,16 @@ def test_a_job_runs_on_all_workers_and_survives_two_of_them(site: Site, expected
 
 
 def test_a_helper_leaves_for_a_job_that_waits(site: Site, expected: dict[str, bytes]) -> None:
-    site.slow_down(1.0)
+    site.proxy.hold_parts(site.store)
     for _ in range(2):
         site.start_worker()
     large = site.submit("large")
     site.wait_until(lambda: site.at_work(large) == 2, "a helper")
     small = site.submit("small", max_workers=1)
+    site.proxy.hold_parts(site.store, after=8)  # a helper ends its run before it leaves
     site.wait_until(lambda: site.client.get(small.id).state is not JobState.QUEUED, "the second job begins")
     assert not site.client.get(large.id).done, "it began only after the first had ended"
-    site.slow_down(0.0)
+    site.proxy.held = None
     for job in (large, small):
         assert site.client.wait(job.id, timeout_s=120).state is JobState.SUCCEEDED
     site.judge("large", expected)
@@ -154,12 +153,13 @@ def test_a_helper_leaves_for_a_job_that_waits(site: Site, expected: dict[str, by
 
 
 def test_a_cancel_stops_owner_and_helpers(site: Site) -> None:
-    site.slow_down(1.0)
+    site.proxy.hold_parts(site.store)
     for _ in range(3):
         site.start_worker()
     job = site.submit("cancelled")
     site.wait_until(lambda: site.at_work(job) == 3, "two helpers")
     site.client.cancel(job.id)
+    site.proxy.held = None
     assert site.client.wait(job.id, timeout_s=30).state is JobState.CANCELLED
     site.wait_until(lambda: site.at_work(job) == 0, "all have left")
     site.judge("cancelled", {})

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ from reshard.choices import JobState, TargetFormat
 from reshard.options import SourceSpec
 from servers.collector import Collector, Received, collector
 from servers.process import free_port
-from servers.proxy import logging_proxy
+from servers.proxy import LoggingProxy, logging_proxy
 from servers.s3 import S3Server
 from servers.scripted import scripted
 from servers.stack import Stack, client_of, tree_of
@@ -73,10 +74,19 @@ def test_one_trace_from_the_callers_request_to_the_runs_of_two_workers(
         "RESHARD_ROOTS": f"s3://{bucket}",
     }
     with ExitStack() as exits:
-        proxy = exits.enter_context(logging_proxy(s3.endpoint))
-        proxy.pause_s = lambda method, target: 0.7 if method == "PUT" and "partNumber" in target else 0.0
         url = exits.enter_context(stack.api(s3.env()))
+        uploading = set[LoggingProxy]()
+
+        def waits_for_the_other(proxy: LoggingProxy, method: str, target: str) -> bool:
+            """Until both workers upload parts: each of them has taken a run then."""
+            if s3.part_of(method, target) is not None:
+                uploading.add(proxy)
+                return len(uploading) < 2
+            return False
+
         for _ in range(2):
+            proxy = exits.enter_context(logging_proxy(s3.endpoint))
+            proxy.held = partial(waits_for_the_other, proxy)
             exits.enter_context(stack.worker(s3.env(proxy.endpoint)))
         client = exits.enter_context(client_of(url, TOKEN))
         parts = {"to": "safetensors", "part_bytes": 5 << 20, "threads": 1}

@@ -35,13 +35,30 @@ class LoggedRequest:
 
 
 class LoggingProxy:
-    """The proxy's log and its knob."""
+    """The proxy's log and its knobs."""
 
     def __init__(self) -> None:
         self.requests: list[LoggedRequest] = []
         self.endpoint = ""
         self.pause_s: Callable[[str, str], float] | None = None
         """Seconds to hold a request back, from its method and target: slows a store down."""
+        self.held: Callable[[str, str], bool] | None = None
+        """Tells from its method and target if a request must wait for now; it is asked again and again."""
+        self.waiting = 0
+        """The number of requests that wait now."""
+
+    def hold_parts(self, store: ObjectServer, after: int = 0) -> None:
+        """Hold every upload of a part back, but for so many that may pass first."""
+        passed = 0
+
+        def held(method: str, target: str) -> bool:
+            nonlocal passed
+            if store.part_of(method, target) is None:
+                return False
+            passed += 1
+            return passed > after
+
+        self.held = held
 
     def parts_uploaded(self, store: ObjectServer) -> list[tuple[str, str, str]]:
         """(path, upload id, part number) of every part that the store accepted, in order."""
@@ -136,6 +153,10 @@ class _Connection:
     ) -> int:
         if self._proxy.pause_s is not None:
             await asyncio.sleep(self._proxy.pause_s(method, target))
+        self._proxy.waiting += 1
+        while (held := self._proxy.held) is not None and held(method, target):  # noqa: ASYNC110 - a function is asked
+            await asyncio.sleep(0.02)
+        self._proxy.waiting -= 1
         server_writer.write(head)
         waits = _header(head, b"expect").lower() == b"100-continue"
         if waits:
