@@ -47,7 +47,7 @@ def test_a_worker_that_hangs_is_told_from_one_that_works(
         stack.broker_url = broker
         with stack.api() as url, client_of(url) as client, stack.worker() as worker:
             assert probe(tmp).returncode == 0
-            job = client.submit(scripted(units=400, unit_s=0.1), str(tmp_path / "out"), to="universal")
+            job = client.submit(scripted(units=4000, unit_s=0.1), str(tmp_path / "out"), to="universal")
             wait_until(lambda: client.get(job.id).state is JobState.RUNNING)
             time.sleep(LIMIT_S + 1)
             assert probe(tmp).returncode == 0, "it works"
@@ -121,7 +121,7 @@ def test_a_worker_that_takes_no_messages_is_not_alive(
             wait_until(lambda: probe(tmp).returncode == 0)
             wait_until(lambda: len(client.workers()) == 1)
             # A worker that waits for the end of its job takes none either, and is alive.
-            job = client.submit(scripted(units=400, unit_s=0.05), str(tmp_path / "out"), to="universal")
+            job = client.submit(scripted(units=4000, unit_s=0.05), str(tmp_path / "out"), to="universal")
             wait_until(lambda: client.get(job.id).state is JobState.RUNNING)
             time.sleep(2 * LOOP_S)
             assert probe(tmp).returncode == 0

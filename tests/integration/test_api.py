@@ -203,13 +203,13 @@ def test_what_is_known_at_once_is_refused_at_submission(client: Client, api: Api
     assert error.fix == "change the script"
 
 
-@pytest.mark.parametrize("script", [{"refuse": "storage.unavailable"}, {"inspect_s": 30}])
+@pytest.mark.parametrize("script", [{"refuse": "storage.unavailable"}, {"inspect_s": 600}])
 def test_what_is_not_known_in_time_is_accepted(hurried: Api, script: dict[str, object]) -> None:
     began = time.monotonic()
     with client_of(hurried.url) as client:
         job = client.submit(scripted(**script), str(hurried.directory / "out"), to="universal")
     assert job.state is JobState.QUEUED
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 100
 
 
 def _look_for_long(url: str) -> None:
@@ -380,7 +380,7 @@ def test_watchers_of_one_job_all_see_all_of_it(api: Api, client: Client) -> None
         thread.start()
     with api.stack.worker():
         for thread in threads:
-            thread.join(30)
+            thread.join(100)
     whole = [event.seq for event in client.watch(job.id)]
     assert whole == list(range(1, len(whole) + 1))
     assert seen == {number: whole[2:] if number == 3 else whole for number in range(6)}
@@ -391,7 +391,7 @@ def test_waits_end_in_time(api: Api, client: Client) -> None:
     began = time.monotonic()
     assert api.get(f"/v1/jobs/{job.id}?wait=1").json()["state"] == "QUEUED"
     # A busy machine answers late; without its limit, the wait would be for ever.
-    assert 0.9 < time.monotonic() - began < 15
+    assert 0.9 < time.monotonic() - began < 100
     with pytest.raises(JobError, match=r"job\.wait_timeout"):
         client.wait(job.id, timeout_s=0.5)
     with pytest.raises(JobError, match=r"job\.wait_timeout"):

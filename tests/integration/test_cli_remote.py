@@ -87,7 +87,7 @@ def test_the_jobs_end_is_the_exit_code(shell: Shell) -> None:
 def test_the_list_says_what_a_job_was_how_far_it_is_and_why_it_failed(shell: Shell) -> None:
     with client_of(shell.url) as client:
         failed = client.submit(shell.source(fail="checkpoint.incomplete"), str(shell.directory / "x"), to="universal")
-        slow = client.submit(shell.source(units=400, unit_s=0.05), str(shell.directory / "y"), to="universal")
+        slow = client.submit(shell.source(units=4000, unit_s=0.05), str(shell.directory / "y"), to="universal")
         # A plan that takes longer than a request may becomes a job that writes nothing.
         body = {"source": {"url": shell.source(plan_s=6, units=5)}, "target": "/planned", "to": "universal"}
         planned = httpx.post(f"{shell.url}/v1/plans", json=body, timeout=30).json()["id"]
@@ -119,7 +119,7 @@ def test_one_key_is_one_job(shell: Shell) -> None:
 def test_timeouts_detach_and_cancel(shell: Shell) -> None:
     target = shell.directory / "long"
     late = shell.run(
-        "submit", shell.source(units=400, unit_s=0.05), str(target), "--to", "universal", "--wait-timeout", "0.7"
+        "submit", shell.source(units=4000, unit_s=0.05), str(target), "--to", "universal", "--wait-timeout", "0.7"
     )
     assert late.returncode == 124
     assert "re-attach: reshard jobs watch job_" in late.stderr

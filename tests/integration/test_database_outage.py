@@ -20,7 +20,7 @@ from reshard_jobs.queue.store import JobStore
 from servers.fixtures import new_stack
 from servers.postgres import PostgresServer, postgres_server
 from servers.process import ServerProcess
-from servers.scripted import scripted, units_done
+from servers.scripted import release, scripted, units_done
 from servers.stack import LEASE_S, Stack, client_of, end_tree, runners_of
 
 OUTAGE_S = 2 * LEASE_S
@@ -100,12 +100,13 @@ def test_what_ends_while_the_database_is_away_is_recorded_when_it_is_back(site: 
 
 
 def test_a_worker_that_died_meanwhile_loses_its_job(site: Site) -> None:
-    job = site.submit("out", max_attempts=2, units=30, unit_s=0.1)
+    job = site.submit("out", max_attempts=2, units=30, held=3)
     site.await_units("out", 3)
     with site.postgres.away():
         (owner,) = [worker for worker in site.workers if runners_of(worker.pid)]
         end_tree(owner)
         time.sleep(OUTAGE_S)
+        release(site.directory / "out")
     back_at = time.monotonic()
     ended = site.ended(job)
     assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 2)
@@ -128,7 +129,7 @@ def test_a_worker_that_starts_while_the_database_is_away_reaps_when_it_is_back(s
 
 
 def test_a_cancel_reaches_a_job_whose_worker_waited_for_the_database(site: Site) -> None:
-    job = site.submit("out", units=400, unit_s=0.1)
+    job = site.submit("out", units=4000, unit_s=0.1)
     site.await_units("out", 3)
     with site.postgres.away():
         with pytest.raises(ReshardError), Client(site.client.url, "", retries=0) as hasty:

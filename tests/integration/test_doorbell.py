@@ -29,7 +29,7 @@ from reshard_jobs.statistics import JobStatistics
 from reshard_service.doorbell import CeleryDoorbell
 from servers.postgres import PostgresServer
 from servers.process import ServerProcess
-from servers.scripted import scripted
+from servers.scripted import release, scripted
 from servers.stack import Stack, end_tree, runners_of, tree_of
 
 UNHURRIED = {"RESHARD_LEASE_S": "60", "RESHARD_HEARTBEAT_S": "10", "RESHARD_REAPER_S": "600"}
@@ -129,19 +129,20 @@ def test_many_jobs_leave_few_messages_and_no_worker_idle(service: Service, two_w
     assert found["left"] <= RINGING
     # At a job's submission, its claim and its end, and each only where none waits.
     assert found["sent"] <= 3 * 12
-    assert found["later_s"] < 5
+    assert found["later_s"] < 60, "only a reaper heard of it"
 
     # A job that waits for another one's target is heard of at that one's end.
-    first = service.submit("shared", units=4, unit_s=0.2)
+    first = service.submit("shared", units=4, held=1)
     second = service.submit("shared2", target="shared", units=1)
+    release(service.directory / "shared")
     assert service.ended(first).state is JobState.SUCCEEDED
-    assert wait_s(service.ended(second)) < 20
+    assert service.ended(second).state is JobState.SUCCEEDED
 
     # A worker that is told to stop rings for the job that it gives back.
-    given_back = service.submit("long", units=400, unit_s=0.05)
+    given_back = service.submit("long", units=4000, unit_s=0.05)
     owner = _owner_of_a_runner(two_workers)
     assert owner.stop(signal.SIGTERM) == 0
-    wait_until(lambda: service.store.get(given_back.id).attempt >= 2, timeout_s=20, what=lambda: "nobody heard of it")
+    wait_until(lambda: service.store.get(given_back.id).attempt >= 2, what=lambda: "nobody heard of it")
 
 
 def test_a_lost_message_is_rung_again_and_a_message_too_many_costs_no_process(service: Service) -> None:
@@ -156,7 +157,7 @@ def test_a_lost_message_is_rung_again_and_a_message_too_many_costs_no_process(se
         # Any message is good for any job: this one does not wait for the end of those before its own.
         between = service.ended(service.submit("between", units=1))
         assert between.state is JobState.SUCCEEDED
-        assert wait_s(between) < 10
+        assert wait_s(between) < 60
         wait_until(lambda: not service.waiting(), timeout_s=180)
         assert service.ended(service.submit("after", units=1)).state is JobState.SUCCEEDED
         assert _pool_processes(worker) == before
@@ -242,7 +243,7 @@ DELAYING = (
 def test_a_forged_message_rings_like_any_other(service: Service, headers: dict[str, Any]) -> None:
     """It waits while a job is submitted, so nobody rings for that job once more."""
     with service.stack.worker(UNHURRIED) as worker:
-        first = service.submit("first", units=40, unit_s=0.05)
+        first = service.submit("first", units=40, held=1)
         while service.store.get(first.id).state is not JobState.RUNNING:
             assert worker.popen.poll() is None
             time.sleep(0.02)
@@ -251,8 +252,9 @@ def test_a_forged_message_rings_like_any_other(service: Service, headers: dict[s
         service.broker.delete(DOORBELL_QUEUE)
         service.broker.lpush(DOORBELL_QUEUE, _message(headers={**named, **headers}))
         second = service.submit("second", units=4, unit_s=0.05)
+        release(service.directory / "first")
         assert service.ended(first).state is JobState.SUCCEEDED
-        assert service.ended(second, timeout_s=20).state is JobState.SUCCEEDED
+        assert service.ended(second).state is JobState.SUCCEEDED
         assert service.store.get(second.id).attempt == 1
         assert _pool_processes(worker) == before
         assert service.broker.hlen("unacked") == 0
@@ -289,7 +291,7 @@ def test_208_jobs_over_two_workers(service: Service, two_workers: list[ServerPro
     print(found)
     assert found["left"] <= RINGING
     assert found["most"] <= RINGING
-    assert found["later_s"] < 5
+    assert found["later_s"] < 60, "only a reaper heard of it"
 
 
 def _owner_of_a_runner(workers: list[ServerProcess]) -> ServerProcess:

@@ -151,10 +151,10 @@ def test_what_workers_did_is_counted(stack: Stack, tmp_path: Path) -> None:
             )
             assert peak is not None
             assert 10 << 20 < float(peak[1]) < 2 << 30
-            long = client.submit(scripted(units=200, unit_s=0.1), str(tmp_path / "long"), to="universal")
+            long = client.submit(scripted(units=4000, unit_s=0.1), str(tmp_path / "long"), to="universal")
             wait_until(lambda: sum(samples(url, "reshard_tenant_job_bytes_done", "state").values()) > 0)
             assert samples(url, "reshard_tenant_jobs", "tenant") == {"default": 1.0}
-            assert samples(url, "reshard_tenant_job_bytes", "state") == {"RUNNING": 200_000.0}
+            assert samples(url, "reshard_tenant_job_bytes", "state") == {"RUNNING": 4_000_000.0}
             end_tree(worker)
         with stack.worker():
             # Its lease expires, and another worker takes it.

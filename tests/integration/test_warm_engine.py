@@ -165,7 +165,7 @@ def test_no_engine_outlives_its_worker(stack: Stack, tmp_path: Path) -> None:
             # Before the first job.
             wait_until(lambda worker=worker: len(engines_of(worker)) == 1)
             if busy:
-                source = SourceSpec(url=scripted(units=400, unit_s=0.05))
+                source = SourceSpec(url=scripted(units=4000, unit_s=0.05))
                 place = tmp_path / f"out{turn}"
                 store.create(ConvertRequest(source=source, target=str(place), to=TargetFormat.UNIVERSAL))
                 wait_until(lambda place=place: len(units_done(place)) > 1)

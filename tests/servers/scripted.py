@@ -2,7 +2,8 @@
 
 The script is the last part of the source URL: `/scripted/units=20,unit_s=0.1,fail=storage.unavailable`.
 It "converts" to a local directory: one file per unit in a journal beside the target, then, at its
-commit, the target itself. A finished unit is never done again.
+commit, the target itself. A finished unit is never done again. With `held=3` it does three units and
+waits for `release`.
 
 Entries: `python scripted.py` is a runner process; `python scripted.py probe ...` a probe; and
 `servers.scripted:create_app` an API whose probes it answers.
@@ -108,8 +109,11 @@ class ScriptedEngine:
         journal.mkdir(parents=True, exist_ok=True)
         if "hog" in script:
             bytearray(int(script["hog"]))
+        stop = should_stop if should_stop is not None and "deaf" not in script else _never
         for unit in range(units):
-            if should_stop is not None and should_stop() and "deaf" not in script:
+            while not stop() and unit == int(script.get("held", -1)) and not _release_of(journal).exists():
+                time.sleep(0.02)
+            if stop():
                 raise JobError("job.cancelled", "stopped between units")
             self._unit(script, journal, unit)
             done = (unit + 1) * UNIT_BYTES
@@ -175,6 +179,11 @@ def journal_of(request: ConvertRequest) -> Path:
     return target.parent / f".{target.name}.journal"
 
 
+def release(target: Path) -> None:
+    """Let a script for a target that is `held` go on, now and in later attempts."""
+    _release_of(target.parent / f".{target.name}.journal").touch()
+
+
 def units_done(target: Path) -> list[tuple[int, int]]:
     """(unit, process id) of every unit that was done for a target, in order."""
     log = target.parent / f".{target.name}.journal.log"
@@ -195,6 +204,14 @@ def _look(script: dict[str, str]) -> None:
         os.kill(os.getpid(), int(script["inspect_crash"]))
     if code := script.get("refuse"):
         raise class_of(code)(code, f"scripted: {code}", fix="change the script")
+
+
+def _release_of(journal: Path) -> Path:
+    return journal.parent / f"{journal.name}.released"
+
+
+def _never() -> bool:
+    return False
 
 
 def _ignore(_progress: Progress) -> None:
