@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.choices import NO_SCHEDULER
@@ -28,6 +28,10 @@ Shape = tuple[int, ...]
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _NAMES = "param_names"
 """The names that a group keeps if the optimizer was made of named parameters."""
+_ADAPTER = (".lora_", ".modules_to_save.")
+"""Parts of the names of parameters that PEFT trains; it freezes all others.
+
+Source: peft 0.21.2 `tuners/tuners_utils.py` (`_mark_only_adapters_as_trainable`)."""
 
 
 class Unread(Exception):  # noqa: N818 - the optimizer stays unread, which is no error of the source
@@ -187,6 +191,30 @@ def own_scheduler(keys: Sequence[str], optimizers: int, chosen: str | None) -> t
         f"tells which is this optimizer's: {_said(keys)}"
     )
     return 0, (Undecided(Question.SCHEDULER, unclear, which),)
+
+
+def split_base(
+    members: Mapping[str, int], updated: Collection[str]
+) -> tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]:
+    """Take parameters without states for frozen where an adapter of PEFT is what has states.
+
+    Args:
+        members: The group of each numbered parameter, by its name.
+        updated: The names of those that have states.
+
+    Returns:
+        The members that are left, those that PEFT froze, and the warnings that say so. Nothing is taken for frozen
+        unless the adapter's parameters, all of them and no others, have states.
+    """
+    adapter = {n: group for n, group in members.items() if any(part in f".{n}" for part in _ADAPTER)}
+    if not adapter or adapter.keys() != {*updated} or len(adapter) == len(members):
+        return {**members}, (), ()
+    frozen = tuple(n for n in members if n not in adapter)
+    text = (
+        f"the optimizer lists {counted(len(frozen), 'parameter')} of the base model that PEFT froze and that have no "
+        "states; they are read as frozen"
+    )
+    return adapter, frozen, (text,)
 
 
 # Which optimizer is which model's, where a save has several of them.

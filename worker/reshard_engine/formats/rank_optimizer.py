@@ -32,7 +32,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.dtensors import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import plain_name
-from reshard_engine.formats.numbered import Unread, only_way
+from reshard_engine.formats.numbered import Unread, only_way, split_base
 from reshard_engine.formats.torch_archive import scalar_node
 from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, foreign_paths
@@ -46,10 +46,6 @@ Key = str | int
 PARAMS, _NAMES = "params", "param_names"
 STEP = "step"
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
-_ADAPTER = (".lora_", ".modules_to_save.")
-"""Parts of the names of parameters that PEFT trains; it freezes all others.
-
-Source: peft 0.21.2 `tuners/tuners_utils.py` (`_mark_only_adapters_as_trainable`)."""
 _WEIGHTS = "the weights alone can be had: --to safetensors"
 _WEIGHTS_OF_OLDER = "remove it from the param groups before the save, or name the directory of an older save"
 _MOST_ELEMENTS = 64
@@ -505,7 +501,8 @@ class _Reading:
                         f"parameter is {self._shapes[name]}"
                     )
                     raise Unread(text, _WEIGHTS, Question.OPTIMIZER)
-        self._freeze_base()
+        if self._numbered:
+            self._freeze_base()
         return found
 
     def _add_number(self, name: str, state: str, values: Sequence[Held | Number]) -> None:
@@ -524,19 +521,9 @@ class _Reading:
         self._found.scalars.setdefault(name, {})[state] = scalar
 
     def _freeze_base(self) -> None:
-        """Take parameters without states for frozen where an adapter of PEFT is what has states."""
         found = self._found
-        updated = {n for n in found.members if found.states.get(n) or found.scalars.get(n)}
-        adapter = {n for n in found.members if any(part in f".{n}" for part in _ADAPTER)}
-        if not self._numbered or not adapter or not updated or updated != adapter or len(adapter) == len(found.members):
-            return
-        found.frozen = tuple(n for n in found.members if n not in adapter)
-        found.members = {n: g for n, g in found.members.items() if n in adapter}
-        text = (
-            f"the optimizer lists {counted(len(found.frozen), 'parameter')} of the base model that PEFT froze and that "
-            "have no states; they are read as frozen"
-        )
-        found.warnings = (text,)
+        updated = [n for n in found.members if found.states.get(n) or found.scalars.get(n)]
+        found.members, found.frozen, found.warnings = split_base(found.members, updated)
 
     # FSDP1: slices of flattened parameters.
 
@@ -590,7 +577,8 @@ class _Reading:
             for state, (dtype, slices) in self._slices(key).items():
                 self._found.states.setdefault(name, {})[state] = (dtype, slices)
             self._add_numbers_of(key, [name])
-        self._freeze_base()
+        if self._numbered:
+            self._freeze_base()
         return self._found
 
     def _add_numbers_of(self, key: Key, names: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import ParamGroup, Question, Scalar, Undecided
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.model_weights import checked_state, plain_name
-from reshard_engine.formats.numbered import GROUPS, PARAMS, STATE, Shape, Unread, in_models_order, only_way
+from reshard_engine.formats.numbered import GROUPS, PARAMS, STATE, Shape, Unread, in_models_order, only_way, split_base
 from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import foreign_paths
 from reshard_engine.tensors.dtypes import BY_NAME
@@ -38,10 +38,6 @@ Key = str | int
 """The optimizer's key of a parameter: its name, or its number."""
 _NAMES = "param_names"
 _STEP = "step"
-_ADAPTER = (".lora_", ".modules_to_save.")
-"""Parts of the names of parameters that PEFT trains; it freezes all others.
-
-Source: peft 0.21.2 `tuners/tuners_utils.py` (`_mark_only_adapters_as_trainable`)."""
 WEIGHTS = "the weights alone can be had: --to safetensors"
 SAY_ORDER = "--param-order FILE with the names of all parameters in the optimizer's order, one a line"
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
@@ -380,19 +376,9 @@ class _Reading:
         return scalar
 
     def _freeze_base(self) -> None:
-        """Take parameters without states for frozen where an adapter of PEFT is what has states."""
         found = self._found
-        updated = {n for n in found.members if found.states.get(n) or found.scalars.get(n)}
-        adapter = {n for n in found.members if any(part in f".{n}" for part in _ADAPTER)}
-        if not adapter or not updated or updated != adapter or len(adapter) == len(found.members):
-            return
-        found.frozen = tuple(n for n in found.members if n not in adapter)
-        found.members = {n: g for n, g in found.members.items() if n in adapter}
-        text = (
-            f"the optimizer lists {counted(len(found.frozen), 'parameter')} of the base model that PEFT froze and that "
-            "have no states; they are read as frozen"
-        )
-        found.warnings = (text,)
+        updated = [n for n in found.members if found.states.get(n) or found.scalars.get(n)]
+        found.members, found.frozen, found.warnings = split_base(found.members, updated)
 
 
 def _is_value(node: Node) -> bool:
