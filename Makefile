@@ -17,6 +17,8 @@ PYTEST := $(BIN)/python -m pytest
 # the order of the collection, longest first. What files share (trained models, servers) is made once for each process. A
 # process of tests that crashes ends the run: pytest-xdist 3.8.0 waits forever for the one that replaces it (its issue 1327).
 SPREAD ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# Seconds of all test processes together: what the tests that a change reaches may take in `make test`.
+REACH_S ?= 1200
 # Where Python may not keep what it compiles (PYTHONDONTWRITEBYTECODE), each process that tests and benchmarks start would
 # compile our modules again, for 0.3 s. pip compiles all others when it installs them.
 COMPILE = python -m compileall -q client worker service tests bench
@@ -45,7 +47,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries structure compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full newest laws chaos fuzz contract gpu golden bench bench-device bench-gcs bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries structure compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full share landed newest laws chaos nightly fuzz contract gpu golden bench bench-device bench-gcs bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -87,9 +89,9 @@ workflows: $(READY) ## .github/workflows against the schema of GitHub's workflow
 demo: $(READY) ## DeepSpeed resumes on other ranks from what our service wrote (ARGS="--stay [--open]" keeps the servers)
 	@$(BIN)/python deploy/demo/run.py $(ARGS)
 
-test: $(READY) ## all quick tests, and a sample of each longer file (RESHARD_TURN=0 to 11 draw each test)
+test: $(READY) ## all quick tests, the share of the long ones that is next, and tests that the change reaches (BASE=commit)
 	@$(BIN)/$(COMPILE)
-	@$(PYTEST) $(SPREAD) --sampled --durations=20 $(ARGS)
+	@$(PYTEST) $(SPREAD) --shares quick,next --reach-s $(REACH_S) $(if $(BASE),--base $(BASE)) --durations=20 $(ARGS)
 
 smoke: $(READY) ## two minutes: the engine's units, laws of geometry, frozen files, and a writer against DeepSpeed itself
 	@$(BIN)/$(COMPILE)
@@ -110,9 +112,16 @@ quick: $(QUICK)/.ready ## the tests that need no torch, in an environment withou
 quick-all: ## the same under each supported Python that is here, the one of .venv left out
 	@scripts/each_python.sh $(MAKE) --no-print-directory quick
 
-full: $(READY) ## the long tests too
+full: $(READY) ## all tests, share by share; an interrupted run continues (ARGS="--table" prints the record)
 	@$(BIN)/$(COMPILE)
-	@$(PYTEST) --durations=40 -m 'not gpu' $(ARGS)
+	@$(BIN)/python scripts/shares.py $(or $(ARGS),-- $(SPREAD))
+
+share: $(READY) ## the tests of SHARE: quick, next, a number from 1 to 12, or full
+	@$(BIN)/$(COMPILE)
+	@$(PYTEST) $(SPREAD) --shares $(SHARE) --durations=20 $(ARGS)
+
+landed: $(READY) ## record that CI passed at COMMIT (by default HEAD), which main has now
+	@$(BIN)/python scripts/shares.py --landed $(COMMIT)
 
 newest: $(READY) ## the oracle tier with the newest torch, transformers and others that pip finds, in .venv-newest (network)
 	@rm -rf $(NEWEST)
@@ -130,13 +139,16 @@ laws: $(READY) ## the laws of resharding over 6,900 generated checkpoints (an ho
 	@$(PYTEST) tests/laws/test_laws.py --hypothesis-profile=laws-long -o faulthandler_timeout=0 $(ARGS)
 
 chaos: $(READY) ## faults at every operation in every mode, 300 random kills of the real worker (about an hour)
-	@$(PYTEST) -s -o faulthandler_timeout=0 -m 'full or not full' tests/faults $(ARGS)
+	@$(PYTEST) -s -o faulthandler_timeout=0 -m 'nightly or full or not full' tests/faults $(ARGS)
 
 fuzz: $(READY) ## coverage-guided fuzzing of everything that reads what others wrote (10 minutes on two cores)
 	@$(BIN)/python tests/adversarial/fuzz/run.py $(ARGS)
 
+nightly: $(READY) ## the tests that take an hour each, but for those of `make chaos` (several hours)
+	@$(PYTEST) -s -o faulthandler_timeout=0 -m nightly --ignore=tests/faults $(ARGS)
+
 contract: $(READY) ## whatever a caller may send to the API, as each kind of caller (10 minutes; RESHARD_CONTRACT_S says how long)
-	@$(PYTEST) -s -o faulthandler_timeout=0 -m full tests/contract $(ARGS)
+	@$(PYTEST) -s -o faulthandler_timeout=0 -m nightly tests/contract $(ARGS)
 
 gpu: $(READY) ## the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)

@@ -61,6 +61,10 @@ class ImportGraph:
         tests = [f for f in far if f.startswith(TESTS) and f.rpartition("/")[2].startswith("test_")]
         return {file: far[file] for file in sorted(tests, key=lambda file: (far[file], file))}
 
+    def undecided(self, changed: Iterable[str]) -> list[str]:
+        """The changed files that are no modules, so that imports do not tell which tests use them."""
+        return sorted(set(changed) - set(self.files.values()))
+
     def _executed_with(self, changed: Iterable[str]) -> set[str]:
         """The changed files, and every file below a package whose `__init__` changed: its import runs that first."""
         known = set(self.files.values())
@@ -161,7 +165,7 @@ def main() -> None:
     graph = ImportGraph(REPOSITORY)
     tests = graph.tests_of(changed)
     near = [test for test, far in tests.items() if options.within is None or far <= options.within]
-    undecided = sorted(set(changed) - set(graph.files.values()))
+    undecided = graph.undecided(changed)
     sys.stderr.write(f"{len(changed)} files changed since {options.base}: {len(tests)} files of tests reach them")
     sys.stderr.write(f", {len(near)} of them within {options.within} imports\n" if options.within is not None else "\n")
     if undecided:

@@ -1,6 +1,6 @@
 """Runs the oracle tier in this environment, which has the newest frameworks, and says what differs from the pinned one.
 
-    .venv-newest/bin/python scripts/newest.py .venv torch transformers -- -n 2 --sampled
+    .venv-newest/bin/python scripts/newest.py .venv torch transformers -- -n 2 --shares next
 
 `make newest` makes both environments. What follows `--` goes to pytest. Each test that fails here runs once more with
 the pinned versions: what fails there, too, is no matter of versions. The exit status is that of the tests here. Tables

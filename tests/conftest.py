@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import changed_tests
 import pytest
 from hypothesis import settings
+from shares import OF_SHARES, Record, Selection, Shares, reach, share_name, shares_named
 
 from house.budget import budget_lines
 from house.measured import said, say
 from house.order import longest_first
+from house.repository import ROOT
+from house.shares import ShareRuns
 from house.subjects import SUBJECTS, mark_subjects
-from house.tiers import SHARES, STORES, sample_files, sampling_turn, take_turns
+from house.tiers import STORES, one_of, sampling_turn, take_turns
 
 # A busy machine keeps an example waiting for longer than Hypothesis's 200 ms. In CI its own profile has no deadline.
 if settings.get_current_profile_name() == "default":
@@ -23,10 +29,24 @@ TURNS = {"stack": _DRIVERS, "stacks": _DRIVERS, "api": _DRIVERS, "place": ("loca
 """Parameters of which each test gets one value, unless `full` asks for all: drivers of a service, kinds of storage."""
 
 
+_SELECTION: pytest.StashKey[Selection] = pytest.StashKey()
+_TABLE: pytest.StashKey[Shares] = pytest.StashKey()
+_LONG = ("full", "gpu", "nightly")
+_SHORT = " and ".join(f"not {marker}" for marker in _LONG)
+"""What a run selects, unless `-m` speaks of these markers; pyproject.toml has it too."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a run take the sample of `make test`."""
-    parser.addoption("--sampled", action="store_true", help="of long files a sample, which RESHARD_TURN=N draws again")
-    parser.addoption("--share", type=int, default=1, help="of other files one test of so many, with --sampled")
+    """Let a run take shares of the tests, and the tests that a change reaches."""
+    parser.addoption("--shares", help="run these shares of all tests: quick, next, 1 to 12, full, separated by commas")
+    parser.addoption(
+        "--reach-s",
+        type=float,
+        default=0,
+        help="with --shares: and tests that the change reaches, of at most so many seconds",
+    )
+    parser.addoption("--base", help="the commit that the change is compared with; by default the last landing")
+    parser.addoption("--one-of", type=int, default=1, help="of each file one test of so many; RESHARD_TURN draws")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,27 +54,97 @@ def pytest_configure(config: pytest.Config) -> None:
     for subject, words in SUBJECTS.items():
         config.addinivalue_line("markers", f"{subject}: tests of a subject, whose names say {words}")
     chosen = config.option.markexpr
-    if not any(word in chosen for word in ("full", "gpu")):
-        config.option.markexpr = f"({chosen or 'True'}) and not full and not gpu"
-    if config.option.sampled and "PYTEST_XDIST_WORKER" not in os.environ:
-        # Worker processes of pytest-xdist take the sample of this one.
+    if config.option.shares and chosen == _SHORT:
+        config.option.markexpr = OF_SHARES
+    elif not any(word in chosen for word in _LONG):
+        config.option.markexpr = f"({chosen or 'True'}) and {_SHORT}"
+    if (config.option.shares or config.option.one_of > 1) and "PYTEST_XDIST_WORKER" not in os.environ:
+        # Worker processes of pytest-xdist draw as this process does.
         os.environ["RESHARD_TURN"] = str(sampling_turn())
-        say(f"the sample of RESHARD_TURN={os.environ['RESHARD_TURN']}; make full runs all tests")
+        say(f"samples within tests: RESHARD_TURN={os.environ['RESHARD_TURN']}")
+    if config.option.shares:
+        # Worker processes of pytest-xdist run what this process has selected.
+        config.stash[_TABLE] = Shares.read()
+        received: dict[str, list[Any]] | None = getattr(config, "workerinput", {}).get("selection")
+        config.stash[_SELECTION] = selection = _received(received) if received else _selection(config)
+        if received is None and _runs_all(config):
+            config.pluginmanager.register(ShareRuns(selection.shares))
+
+
+def _runs_all(config: pytest.Config) -> bool:
+    """True if no argument leaves tests of a share out."""
+    options = config.option
+    narrowed = options.keyword or options.markexpr != OF_SHARES or options.maxfail or options.deselect or options.ignore
+    return not narrowed and config.args_source is not config.ArgsSource.ARGS
+
+
+def _received(lists: dict[str, list[Any]]) -> Selection:
+    return Selection(**{name: frozenset(values) for name, values in lists.items()})
+
+
+def _selection(config: pytest.Config) -> Selection:
+    record = Record.read()
+    try:
+        shares = shares_named(config.option.shares, record)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    say(f"shares of the tests: {', '.join(map(share_name, sorted(shares)))}; make full runs all of them")
+    base = config.option.base or record.landed
+    if not config.option.reach_s or base is None or not (ROOT / ".git").exists():
+        return Selection(shares)
+    changed = changed_tests.changed_files(ROOT, base)
+    graph = changed_tests.ImportGraph(ROOT)
+    distances = {file.removeprefix("tests/"): far for file, far in graph.tests_of(changed).items()}
+    units, left_out = reach(distances, Shares.read(), shares, config.option.reach_s)
+    say(f"{len(changed)} files changed since {base[:8]}; {len(distances)} files of tests reach them")
+    if undecided := graph.undecided(changed):
+        say("imports do not tell which tests use these changed files:", *(f"  {file}" for file in undecided))
+    if left_out:
+        say(f"tests that reach the change, and that the budget of {config.option.reach_s:.0f} s leaves out:")
+        say(*(f"  {seconds:5.0f} s  {file}" for file, seconds in left_out.items()))
+    return Selection(shares, frozenset(units), frozenset(file for file, far in distances.items() if far == 0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand the selection to a worker process."""
+    if selection := node.config.stash.get(_SELECTION, None):
+        node.workerinput["selection"] = {name: sorted(values) for name, values in asdict(selection).items()}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without a selected test: to import all of them takes minutes of processor time."""
+    selection = config.stash.get(_SELECTION, None)
+    if selection is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    file = collection_path.relative_to(ROOT / "tests").as_posix()
+    return None if selection.takes_file(file, config.stash[_TABLE]) else True
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of the whole service run with one driver and one kind of storage each; `make full` runs all cases.
+    """Keep the selected tests; without a selection, tests of the whole service run with one driver and one store each.
 
     A case that was asked for by its name runs.
     """
     mark_subjects(items)
+    selection = config.stash.get(_SELECTION, None)
     if not any("[" in argument for argument in config.args):
         for parameter, values in TURNS.items():
             take_turns(items, parameter, values)
-    if config.option.sampled:
-        sample_files(items, SHARES, sampling_turn(), others=config.option.share)
-        longest_first(items)
+    if config.option.one_of > 1:
+        one_of(config.option.one_of, items, sampling_turn())
+    if selection is not None:
+        _keep_selected(config, items, selection)
+
+
+def _keep_selected(config: pytest.Config, items: list[pytest.Item], selection: Selection) -> None:
+    table = config.stash[_TABLE]
+    full = {item.nodeid for item in items if item.get_closest_marker("full")}
+    chosen = {item.nodeid for item in items if selection.takes(item.nodeid, table, full=item.nodeid in full)}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
+    longest_first(items, table)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

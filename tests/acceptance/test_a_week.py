@@ -244,7 +244,7 @@ def test_a_day_of_jobs_leaves_nothing(site: Site) -> None:
     _week(site, 2 * len(KINDS))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_a_week_of_jobs_leaves_nothing(site: Site) -> None:
     _week(site, int(os.environ.get("RESHARD_WEEK_JOBS", "5000")))

@@ -160,6 +160,6 @@ def test_a_cancel_stops_owner_and_helpers(site: Site) -> None:
     site.wait_until(lambda: site.at_work(job) == 3, "two helpers")
     site.client.cancel(job.id)
     site.proxy.held = None
-    assert site.client.wait(job.id, timeout_s=30).state is JobState.CANCELLED
+    assert site.client.wait(job.id, timeout_s=150).state is JobState.CANCELLED
     site.wait_until(lambda: site.at_work(job) == 0, "all have left")
     site.judge("cancelled", {})

@@ -3,7 +3,7 @@
 The service has PostgreSQL, Redis' place is taken by an embedded executor, and its engine follows scripts, so that jobs
 succeed, fail and wait within milliseconds. The callers are the operator, a token of each scope, and nobody. CI gives
 the operator twenty seconds and the others six, with one seed. The long form takes ten minutes and a seed of its own:
-`pytest tests/contract -m full`.
+`pytest tests/contract -m nightly`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_the_api_keeps_its_schema(service: Service, principal: Principal, tmp_pa
     assert cases_in(said) > _LEAST_CASES, said
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.timeout(FULL_SECONDS + 600)
 @pytest.mark.parametrize("principal", PRINCIPALS, ids=lambda principal: principal.name)
 def test_the_api_keeps_its_schema_for_long(service: Service, principal: Principal, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_conversions_end_whole_whatever_happens_to_their_workers(chunk: int) -> 
     assert min(counts[what] for what in ("takeovers", "splits", "sessions lost", "killed")) > 0, "too little happened"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_conversions_end_whole_in_many_more_simulations() -> None:
     counts = run(range(SEEDS, SEEDS + LONG_SEEDS))

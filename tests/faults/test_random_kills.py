@@ -155,8 +155,8 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.mark.parametrize(
     ("kills", "pause_s"),
     [
-        pytest.param(4, 0.5, marks=pytest.mark.timeout(200)),
-        pytest.param(300, 1.0, marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
+        pytest.param(4, 0.5, marks=pytest.mark.timeout(900)),
+        pytest.param(300, 1.0, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)]),
     ],
 )
 def test_random_kills(place: Range, expected: dict[str, bytes], kills: int, pause_s: float, seed: int) -> None:

@@ -23,7 +23,7 @@ from servers.stack import Stack
 
 PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(24)] + [("embed.weight", (8192, 512))]
 SHORT, LONG = 1, 67
-LENGTHS = [SHORT, pytest.param(LONG, marks=[pytest.mark.full, pytest.mark.timeout(7200)])]
+LENGTHS = [SHORT, pytest.param(LONG, marks=[pytest.mark.nightly, pytest.mark.timeout(7200)])]
 
 pytestmark = pytest.mark.timeout(280)
 

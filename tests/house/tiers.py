@@ -53,35 +53,10 @@ def take_turns(items: Iterable[pytest.Item], parameter: str, values: Sequence[st
 
 STORES = ("s3", "gs", "az")
 """Kinds of object stores that the fixture `store` knows (`servers.fixtures`), by their schemes."""
-SHARES: Mapping[str, int] = {
-    "acceptance": 8,
-    "acceptance/test_a_week.py": 8,
-    "adversarial": 8,
-    "browser": 8,
-    "contract": 8,
-    "distributed": 8,
-    "faults": 8,
-    "faults/test_random_kills.py": 8,
-    "integration": 12,
-    "integrity": 4,
-    "laws": 8,
-    "memory": 8,
-    "oracle": 12,
-    "packaging": 2,
-    "packaging/test_tutorial.py": 8,
-    "planted": 3,
-    "plugin": 4,
-    "recipes": 8,
-    "unit/engine/test_megatron_buckets.py": 8,
-}
-"""`make test` runs one test of so many, of each of these files and of each file in these folders below tests/.
-
-A file with fewer tests takes no part in some turns.
-"""
 
 
 def sampling_turn() -> int:
-    """The number that draws the sample: RESHARD_TURN, or one of the commit, so that a commit has one sample.
+    """The number that draws a sample: RESHARD_TURN, or one of the commit, so that a commit has one sample.
 
     Another commit draws anew, and so does another minor version of Python. Where there is no git, as in an unpacked
     sdist, only the version counts.
@@ -92,19 +67,18 @@ def sampling_turn() -> int:
     return zlib.crc32(done.stdout.strip().encode()) % 1000 + sys.version_info.minor
 
 
-def sample_files(items: Iterable[pytest.Item], shares: Mapping[str, int], turn: int, *, others: int = 1) -> None:
-    """Mark tests `full`, but for the sample of this turn: of each file every n-th test.
+def one_of(count: int, items: Iterable[pytest.Item], turn: int) -> None:
+    """Mark tests `full`, but for every n-th test of each file, which the turn draws.
 
-    As many turns in a row as the share says have each test. The first test differs from file to file. `others` is the
-    share of files that `shares` does not cover; each of them has at least one test in a turn.
+    As many turns in a row as `count` says have each test; a file with fewer tests has at least one in each turn.
     """
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("full") is None and item.get_closest_marker("gpu") is None:
-            files.setdefault(item.nodeid.partition("::")[0].removeprefix("tests/"), []).append(item)
-    for file, found in files.items():
-        share = shares.get(file) or shares.get(file.partition("/")[0]) or min(others, len(found))
-        chosen = found[(zlib.crc32(file.encode()) + turn) % share :: share]
-        for item in found if share > 1 else ():
+            files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for file, tests in files.items():
+        share = min(count, len(tests))
+        chosen = tests[(zlib.crc32(file.encode()) + turn) % share :: share]
+        for item in tests:
             if item not in chosen:
                 item.add_marker(pytest.mark.full)

@@ -1,7 +1,7 @@
 """Layouts do not matter: a checkpoint gets to one by way of any other, and is what a run there would have saved.
 
 What is drawn: models with every kind of cut (see `pipeline_source`), and the data-parallel zoo of the other laws, grown
-to tensor-parallel ranks by rules of the request. The long form is marked `full`.
+to tensor-parallel ranks by rules of the request. The long form is marked `nightly`.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def test_the_way_over_another_layout_does_not_matter(case: tuple[Drawn, Ranks, R
     _check_model(*case)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.timeout(0)
 @seed(_SEED)
 @settings(_PROFILE, max_examples=_LONG)
@@ -327,7 +327,7 @@ def test_any_model_grows_by_rules(case: tuple[Case, str, NativeLayout, NativeLay
     _check_grown(*case)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.timeout(0)
 @seed(_SEED)
 @settings(_PROFILE, max_examples=_LONG)
