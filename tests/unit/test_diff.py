@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from house.requests import asked
 from laws.deepspeed_files import Layout, write_checkpoint
@@ -140,7 +140,7 @@ def test_one_state_in_two_cuts_is_equal(cut: Layout, tmp_path: Path) -> None:
 def test_drawn_runs_are_equal_in_any_two_cuts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     stages = data.draw(st.sampled_from([(1, 2), (2, 3), (3, 1), (3, 3)]))
     case = data.draw(cases_of(stages[0], rules_of(3)))
-    assume(not case.layout.elastic)
+    case = replace(case, layout=replace(case.layout, elastic=False))
     place = tmp_path_factory.mktemp("drawn")
     other = replace(
         case.layout,
