@@ -10,8 +10,9 @@ import json
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from random import Random
 from typing import Any
 
@@ -25,6 +26,21 @@ EXTRA = "deep._extra_state"
 _SCALARS = (7, 0.25, "text", b"bytes", True, None)
 
 
+class Place(Enum):
+    """The kinds of mappings into which a key can be planted."""
+
+    STATE = "a state of a parameter, within an optimizer"
+    ENTRY = "an entry of the model's state dict, or a part of one"
+    OTHER = "anything else: counters, configuration, param groups, client state"
+
+    @classmethod
+    def of(cls, path: str) -> Place:
+        """The kind of the mapping at a path, as `_levels` spells paths."""
+        if _STATE.search(path):
+            return cls.STATE
+        return cls.ENTRY if path == "module" or path.startswith("module.") else cls.OTHER
+
+
 @dataclass(frozen=True)
 class Planted:
     """One key.
@@ -34,14 +50,17 @@ class Planted:
         path: the keys from the top of its file, as `NotCarried` spells them.
         file: the file that holds it.
         parts: keys of its value, where that is a mapping.
+        place: the kind of the mapping that holds it.
     """
 
     key: str
     path: str
     file: str
     parts: tuple[str, ...]
+    place: Place
 
 
+_STATE = re.compile(r"^(optimizer_state_dict\.)?(base_optimizer_state|optimizer_state_dict|optimizer)\.state\.[^.]+$")
 _KEY = re.compile(rf"{MARK}[0-9]+")
 _NUMBER = re.compile(r"[0-9]+")
 _ALL = 0.7
@@ -65,8 +84,8 @@ class Gardener:
         self.planted: list[Planted] = []
         self._random = random
 
-    def plant(self, *, times: int) -> None:
-        """Plant keys into files of one kind, all of them or one, at a level that chance chooses."""
+    def plant(self, *, times: int, places: Container[Place] = tuple(Place)) -> None:
+        """Plant keys into files of one kind, all of them or one, at a level in `places` that chance chooses."""
         kinds: dict[str, list[str]] = {}
         for name in self.files:
             if name.endswith(".pt") and (_base(name) == "optimizer_state.pt" or name.endswith("_states.pt")):
@@ -76,17 +95,19 @@ class Gardener:
         for value in loaded.values():
             if isinstance(value, dict) and isinstance(value.get("module"), dict):
                 value["module"][EXTRA] = {"scale": torch.ones(2), "n": 3}
+        paths = {n: [p for p, _ in _levels(v, _base(n)) if Place.of(p) in places] for n, v in loaded.items()}
+        open_kinds = [kind for kind, names in kinds.items() if all(paths[n] for n in names)]
         for _ in range(times):
-            names = kinds[self._random.choice(list(kinds))]
-            self._into_one_level(names if self._random.random() < _ALL else [self._random.choice(names)], loaded)
+            names = kinds[self._random.choice(open_kinds)]
+            chosen = names if self._random.random() < _ALL else [self._random.choice(names)]
+            self._into_one_level(chosen, self._random.choice(paths[chosen[0]]), loaded)
         for name, value in loaded.items():
             buffer = io.BytesIO()
             torch.save(value, buffer)
             self.files[name] = buffer.getvalue()
 
-    def _into_one_level(self, names: list[str], loaded: Mapping[str, Any]) -> None:
+    def _into_one_level(self, names: list[str], path: str, loaded: Mapping[str, Any]) -> None:
         levels = {name: dict(_levels(loaded[name], _base(name))) for name in names}
-        path = self._random.choice(list(levels[names[0]]))
         key = f"{MARK}{len(self.planted)}"
         value = self._value(path)
         whole = f"{path}.{key}" if path else key
@@ -96,7 +117,8 @@ class Gardener:
                 mapping[key] = value
             elif mapping is not None:
                 setattr(mapping, key, value)
-        self.planted.append(Planted(key, whole, _base(names[0]), tuple(value) if isinstance(value, dict) else ()))
+        parts = tuple(value) if isinstance(value, dict) else ()
+        self.planted.append(Planted(key, whole, _base(names[0]), parts, Place.of(path)))
 
     def _value(self, path: str) -> Any:
         choice = self._random.randrange(4)
