@@ -98,6 +98,20 @@ class Maker:
         found.tensors = dict(_leaves(found.state, ""))
         return found
 
+    def make_twins(self) -> Several:
+        """Two models with the same parameters, and an optimizer that names them.
+
+        Nothing tells which model is trained. Every target can store the states: they are of one kind.
+        """
+        names = self._names()
+        self._taken += [("optimizer",), ("twins", "a"), ("twins", "b")]
+        for place in (("twins", "a"), ("twins", "b")):
+            self._model(place, names)
+        self._optimizer(names, "names", place=("optimizer",), kinds=[self._random.choice(("adamw", "sgd", "lion"))])
+        found = self._found
+        found.tensors = dict(_leaves(found.state, ""))
+        return found
+
     def make_numbered(self) -> Several:
         """One model, of which several tensors have one shape, with an optimizer that numbers its parameters."""
         names = {f"layers.{i}.weight": self._random.choice(SHAPES[:3]) for i in range(self._random.randrange(1, 5))}
@@ -144,12 +158,19 @@ class Maker:
             self._found.state |= made
         self._found.models[place] = names
 
-    def _optimizer(self, names: dict[str, tuple[int, ...]], keys: Keys | None = None) -> None:
+    def _optimizer(
+        self,
+        names: dict[str, tuple[int, ...]],
+        keys: Keys | None = None,
+        *,
+        place: Path_ | None = None,
+        kinds: list[str] | None = None,
+    ) -> None:
         random = self._random
         order = list(names)
         random.shuffle(order)
         order = order[: random.choice((len(order), len(order), max(1, len(order) - 1)))]
-        kinds = random.sample(sorted(STATES), random.choice((1, 1, 2)))
+        kinds = kinds or random.sample(sorted(STATES), random.choice((1, 1, 2)))
         keys = keys or random.choice(_KEYS)
         cut = random.randrange(1, len(order)) if len(order) > 1 and (len(kinds) > 1 or random.random() < 0.5) else 0
         members = [order[:cut], order[cut:]] if cut else [order]
@@ -163,7 +184,7 @@ class Maker:
             groups.append({**hyper, **more, "params": [label[n] for n in held]})
             for name in held:
                 states[label[name]] = self._states(kind, names[name])
-        place = self._place()
+        place = place or self._place()
         self._put(place, _flattened(states, groups) if keys == "flat" else {"state": states, "param_groups": groups})
         self._found.engines.append(Engine(place, order, {n: names[n] for n in order}))
 

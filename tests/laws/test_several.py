@@ -40,18 +40,18 @@ _TARGETS: tuple[dict[str, Any], ...] = (
     {"to": "dcp", "framework": "accelerate"},
     {"to": "dcp", "framework": "torchtitan"},
 )
+_OF_ONE_MODEL = tuple(target for target in _TARGETS if target["to"] in ("safetensors", "universal"))
+"""Targets that cannot store two models: one is chosen."""
 _FLAG = re.compile(r"--(model|optimizer|scheduler)-key (\S+)")
 _MOST_QUESTIONS = 9
 
 
 @pytest.fixture(scope="module")
 def counts() -> Iterator[Counter[str]]:
-    """What became of the tensors."""
+    """The number of tensors by what became of them, printed at the end."""
     found: Counter[str] = Counter()
     yield found
     say(f"tensors of state dicts with two of everything, drawn with --hypothesis-seed={_SEED}: {dict(found)}")
-    assert not found or found["carried"] > 500, found
-    assert not found or found["asked"] > 20, found
 
 
 @pytest.mark.timeout(0)
@@ -69,6 +69,31 @@ def test_each_tensor_is_carried_or_named(number: int, options: dict[str, Any], c
             target = dict(_tensors(Path(scratch, "target"), options["to"]))
             _check(source, answers, result, target, counts)
             _check_places(target, source, answers, options["to"])
+
+
+@pytest.mark.timeout(0)
+@seed(_SEED)
+@settings(_PROFILE, max_examples=_PROFILE.max_examples // 2)
+@given(number=st.integers(0, 2**48), options=st.sampled_from(_OF_ONE_MODEL))
+def test_one_of_two_models_with_the_same_parameters_is_asked_for(
+    number: int, options: dict[str, Any], counts: Counter[str]
+) -> None:
+    """Whichever place is chosen, its weights and the optimizer's states are in the target."""
+    random = Random(number)
+    source = Maker(random).make_twins()
+    with tempfile.TemporaryDirectory() as scratch:
+        source.write(Path(scratch, "source"))
+        answers: dict[str, Any] = {}
+        result = _converted(source, Path(scratch), options, answers, random, counts)
+        assert result is not None
+        target = dict(_tensors(Path(scratch, "target"), options["to"]))
+    assert answers.keys() == {"model_key"}
+    _check(source, answers, result, target, counts)
+    _check_places(target, source, answers, options["to"])
+    wanted = (answers["model_key"], *(["optimizer"] if options["to"] != "safetensors" else []))
+    stored = {_bits(t) for t in target.values()}
+    lost = [key for key, t in source.tensors.items() if key.startswith(wanted) and _bits(t) not in stored]
+    assert [key for key in lost if not key.endswith(".step")] == []
 
 
 @pytest.mark.timeout(0)
@@ -179,6 +204,8 @@ def _check(
     counts: Counter[str],
 ) -> None:
     held = {_bits(t) for t in target.values()}
+    models = [{_bits(source.tensors[".".join((*p, n))]) for n in names} for p, names in source.models.items()]
+    assert any(weights <= held for weights in models), "the target has all weights of no model"
     named = [f".{entry.path}." for entry in result.not_carried]
     for key, tensor in source.tensors.items():
         if key.endswith(".step"):  # a number, which targets keep in forms of their own
