@@ -41,6 +41,7 @@ class Layout:
         idle: one of the trained parameters never had a gradient.
         turned: tensors that one rank holds whole lie transposed in their records.
         seed: of everything else: placements, places of the wrapper.
+        rows: every tensor is partitioned along dim 0, as FSDP does it.
     """
 
     grammar: Grammar
@@ -50,6 +51,7 @@ class Layout:
     idle: bool
     turned: bool
     seed: int
+    rows: bool = False
 
     def chance(self, *about: object) -> Random:
         """The chance that decides something of this run."""
@@ -77,7 +79,7 @@ class Layout:
         if not shape:
             return self.how.replicated
         chance = self.chance("placements", name)
-        along = chance.randrange(len(shape)) if chance.random() < 0.25 else 0
+        along = chance.randrange(len(shape)) if chance.random() < 0.25 and not self.rows else 0
         across = chance.randrange(len(shape)) if chance.random() < 0.7 else None
         for way in (across, None):
             found = _placed(self.roles, self.how.mesh, along, way)

@@ -52,6 +52,10 @@ class RankSource:
         """Runs on meshes without tensor parallelism, whose uneven cuts nothing proves."""
         return _cases(numbers=self.numbers)
 
+    def fsdp_cases(self) -> st.SearchStrategy[Case]:
+        """Runs that FSDP can have: an axis of the mesh shards rows, and every parameter has a dimension."""
+        return _cases(numbers=self.numbers, of_fsdp=True)
+
     def write(self, case: Case, directory: Path) -> Saved:
         """The directory that a user names."""
         state, layout = case.state, case.layout
@@ -107,8 +111,8 @@ def _is_taken_for_buffer(bits: Bits, beside_shards: bool) -> bool:
 
 
 @st.composite
-def _cases(draw: st.DrawFn, *, numbers: bool) -> Case:
-    axes = draw(evenly(*_MESHES))
+def _cases(draw: st.DrawFn, *, numbers: bool, of_fsdp: bool = False) -> Case:
+    axes = draw(evenly(*[m for m in _MESHES if not of_fsdp or any(role == "shard" for role, _ in m)]))
     layout = Layout(
         "nested",
         tuple(role for role, _ in axes),
@@ -117,10 +121,25 @@ def _cases(draw: st.DrawFn, *, numbers: bool) -> Case:
         idle=draw(evenly(False, False, True)),
         turned=False,
         seed=draw(st.integers(0, 2**32 - 1)),
+        rows=of_fsdp,
     )
     rules = replace(_RULES, max_groups=1, stepped=True) if numbers else _RULES
-    state = as_run(draw(logical_states(rules)), layout)
+    drawn = draw(logical_states(rules))
+    state = as_run(_with_dimensions(drawn) if of_fsdp else drawn, layout)
     return Case(_numbered(state) if numbers else state, layout)
+
+
+def _with_dimensions(state: LogicalState) -> LogicalState:
+    """The run with one dimension for each parameter that has none."""
+
+    def widened(parameter: LogicalParameter) -> LogicalParameter:
+        if parameter.shape:
+            return parameter
+        weight = None if parameter.weight is None else replace(parameter.weight, shape=(1,))
+        states = {name: replace(bits, shape=(1,)) for name, bits in parameter.states.items()}
+        return replace(parameter, shape=(1,), weight=weight, states=states)
+
+    return replace(state, parameters=tuple(map(widened, state.parameters)))
 
 
 def _numbered(state: LogicalState) -> LogicalState:
