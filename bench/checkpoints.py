@@ -8,6 +8,7 @@ those of `reference` checkpoints written by DeepSpeed itself (`tests/data`); `ds
 from __future__ import annotations
 
 import math
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,18 @@ def write_zero_checkpoint(
         )
     (directory / "latest").write_text("global_step7")
     return tag
+
+
+def write_distributed_checkpoint(directory: Path, parameters: list[tuple[str, tuple[int, ...]]]) -> Path:
+    """Write a distributed checkpoint of fp32 weights, by torch alone and from one process; returns the directory."""
+    import torch.distributed.checkpoint as dcp  # its import takes a second, and few benchmarks need it
+
+    generator = torch.Generator().manual_seed(0)
+    model = {name: torch.randn(shape, generator=generator) for name, shape in parameters}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that there are no ranks
+        dcp.save({"model": model}, checkpoint_id=str(directory), no_dist=True)
+    return directory
 
 
 def is_row_parallel(name: str) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 _STATES = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
 
@@ -32,6 +31,8 @@ def same_universal(ours: Path, theirs: Path) -> list[str]:
 
 
 def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors import safe_open  # the proof on a GPU machine imports this module without it
+
     found: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import filecmp
 import json
+import math
 import os
 import platform
 import shutil
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import RESHARD, environment, sized
+import kernel_report
+from cases import environment, sized
 from checkpoints import write_zero_checkpoint
 from measure import measure
 
@@ -40,6 +42,8 @@ from reshard_engine.tensors.dtypes import BY_NAME
 PAIRS = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"))
 BATCH_MIB = (1, 4, 16)
 SECONDS = 0.5
+REPORTING = [sys.executable, str(Path(kernel_report.__file__)), "reshard.cli.main"]
+"""The command line, which records where its casts ran."""
 Row = dict[str, Any]
 
 
@@ -130,30 +134,65 @@ def transfers(device: str) -> Row:
     return found
 
 
+def conversion_row(
+    root: Path, source: Path, dtype: str, devices: Sequence[str], *, rounds: int, until: float = math.inf
+) -> Row:
+    """Medians of whole commands that export weights, in turns; `bits_equal`: all targets have the same bytes.
+
+    Args:
+        root: A directory for the targets.
+        source: The checkpoint.
+        dtype: The type of the weights.
+        devices: Values of RESHARD_DEVICE.
+        rounds: Number of commands with each device.
+        until: No round but the first begins after this time of `time.monotonic`.
+    """
+    walls: dict[str, list[tuple[float, float]]] = {device: [] for device in devices}
+    targets = {device: root / f"to-{device.replace(':', '-')}" for device in devices}
+    reports: dict[str, Row] = {}
+    equal = True
+    for turn in range(rounds):
+        if turn and time.monotonic() > until:
+            break
+        for device, target in targets.items():
+            shutil.rmtree(target, ignore_errors=True)
+            report = root / f"{target.name}.json"
+            report.unlink(missing_ok=True)
+            command = [*REPORTING, "convert", str(source), str(target), "--to", "safetensors", "--dtype", dtype]
+            variables = {**environment(), "RESHARD_DEVICE": device, kernel_report.VARIABLE: str(report)}
+            done = measure([*command, "--json"], env=variables)
+            walls[device].append((done.wall_s, float(json.loads(done.output.splitlines()[-1])["seconds"]["run"])))
+            reports[device] = json.loads(report.read_text().splitlines()[-1]) if report.exists() else {}
+        first, *others = targets.values()
+        equal &= all(same_weight_files(first, other) for other in others)
+    row: Row = {"to": dtype, "rounds": len(walls[devices[0]]), "bits_equal": equal, "kernels": reports}
+    for device, times in walls.items():
+        row[f"{device}_wall_s"] = round(statistics.median(w for w, _ in times), 2)
+        row[f"{device}_run_s"] = round(statistics.median(r for _, r in times), 2)
+    for target in targets.values():
+        shutil.rmtree(target, ignore_errors=True)
+    return row
+
+
+def same_weight_files(one: Path, other: Path) -> bool:
+    """True if both directories have the same safetensors files, byte for byte, and at least one."""
+    names = sorted(path.name for path in one.glob("*.safetensors"))
+    if not names or names != sorted(path.name for path in other.glob("*.safetensors")):
+        return False
+    return all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
+
+
 def conversions(root: Path, arguments: argparse.Namespace) -> list[Row]:
     """Whole commands with the device ruled out, forced and chosen by measurement."""
     source = root / "source"
     write_zero_checkpoint(source, sized(arguments.megabytes), stage=2, ranks=4)
     found: list[Row] = []
     for dtype in ("bf16", "fp16"):
-        walls: dict[str, list[tuple[float, float]]] = {"cpu": [], arguments.device: [], "auto": []}
-        for _ in range(arguments.rounds):
-            for where, known in walls.items():
-                target = root / f"to-{where}"
-                shutil.rmtree(target, ignore_errors=True)
-                command = [*RESHARD, "convert", str(source), str(target), "--to", "safetensors", "--dtype", dtype]
-                done = measure([*command, "--json"], env={**environment(), "RESHARD_DEVICE": where})
-                known.append((done.wall_s, float(json.loads(done.output.splitlines()[-1])["seconds"]["run"])))
-        for name in walls:
-            for path in (root / "to-cpu").glob("*.safetensors"):
-                if not filecmp.cmp(path, root / f"to-{name}" / path.name, shallow=False):
-                    raise SystemExit(f"{name}, {dtype}: {path.name} is not what the processor makes")
-        row: Row = {"to": dtype, "source_gb": arguments.megabytes / 3000}
-        for where, known in walls.items():
-            row[f"{where}_wall_s"] = round(statistics.median(w for w, _ in known), 2)
-            row[f"{where}_run_s"] = round(statistics.median(r for _, r in known), 2)
-        found.append(row)
-        print(json.dumps(row), flush=True)
+        row = conversion_row(root, source, dtype, ("cpu", arguments.device, "auto"), rounds=arguments.rounds)
+        if not row["bits_equal"]:
+            raise SystemExit(f"{dtype}: the device's files are not those of the processor")
+        found.append({**row, "source_gb": arguments.megabytes / 3000})
+        print(json.dumps(found[-1]), flush=True)
     return found
 
 

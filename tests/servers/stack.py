@@ -15,7 +15,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import psycopg
 
 from reshard.api.client import Client
 from servers.process import ServerProcess, free_port, running
@@ -160,6 +159,8 @@ def _is_writable(database_url: str) -> bool:
 
 
 def _no_row_is_locked(database_url: str) -> bool:
+    import psycopg  # a machine with a GPU runs the stack on SQLite, and has no driver of PostgreSQL
+
     with psycopg.connect(database_url, autocommit=True) as connection:
         try:
             connection.execute("SELECT id FROM jobs FOR UPDATE NOWAIT")
