@@ -15,7 +15,7 @@ from oracle.dcp_cases import RUNS, TITAN_FOLDER, FsdpRun, is_here
 from oracle.dcp_driver import Framework, FsdpOracle, Saved as SavedByFsdp
 from oracle.driver import Oracle, ParallelOracle, Saved, Trained
 from oracle.launcher import Worlds
-from oracle.parallel_cases import AUTOEP_CASES, AUTOTP_CASES, GPT_CASES, MOE_CASES, Layout
+from oracle.parallel_cases import PARALLEL_CASES, Layout
 
 TrainedFactory: TypeAlias = Callable[..., Trained]
 TrainedOn: TypeAlias = Callable[[str, Layout], Saved]
@@ -79,7 +79,7 @@ def trained_on(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactor
 
     @cache
     def train(name: str, layout: Layout) -> Saved:
-        case = (GPT_CASES | AUTOEP_CASES | MOE_CASES | AUTOTP_CASES)[name]
+        case = PARALLEL_CASES[name]
         return _saved_once(tmp_path_factory, f"{name}-{layout}", lambda folder: parallel.train(case, layout, folder))
 
     return train

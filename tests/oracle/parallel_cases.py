@@ -369,6 +369,10 @@ def autotp_config(case: AutoTpCase, tp: int, dp: int) -> dict[str, Any]:
     return training_config(case.stage, case.dtype, AUTOTP_ROWS, dp, rates=[1e-2, 5e-3], **more)
 
 
+PARALLEL_CASES: dict[str, ParallelCase] = {**GPT_CASES, **MOE_CASES, **AUTOEP_CASES, **AUTOTP_CASES}
+"""The runs that tests train once, by name."""
+
+
 MEGATRON_BLOCKS = 2
 MEGATRON_ROWS = 12
 

@@ -12,94 +12,65 @@ from typing import Any
 import pytest
 
 from house.tiers import rest_full
-from oracle.driver import ParallelOracle, Saved
+from oracle.checkpoint_cases import (
+    DATA_FIRST,
+    FULL,
+    FUSED_EXPERTS,
+    LOSS_TOLERANCE,
+    NATIVE_EXPERTS,
+    OTHER_STAGES,
+    PIPELINES,
+    RULES,
+    SPLIT_EXPERTS,
+    TENSOR_RANKS,
+    CheckpointCase,
+    assert_resumed,
+    gpt_layout,
+    sampled,
+)
+from oracle.driver import ParallelOracle
 from oracle.fixtures import TrainedOn
 from oracle.outputs import convert, load, plain, raw, read_safetensors
-from oracle.parallel_cases import (
-    AUTOEP_CASES,
-    AUTOTP_CASES,
-    EXPERTS,
-    GPT_CASES,
-    MOE_CASES,
-    AutoEpCase,
-    GptCase,
-    Layout,
-    gpt_rules_yaml,
-)
+from oracle.parallel_cases import AUTOEP_CASES, AUTOTP_CASES, EXPERTS, GPT_CASES, AutoEpCase, Layout
 from oracle.real_folders import load_any
-from oracle.truth import Resumed, differences, meta_differences
+from oracle.truth import Resumed, differences
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import NativeLayout, SourceSpec
 
-FULL = Layout(2, 2, 2)
-LAYOUTS = tuple(Layout(*ranks) for ranks in ((1, 1, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1), (4, 1, 1)))
-PIPELINE_LAYERS = 8  # embedding, positions, four blocks, the last norm, the head
-LOSS_TOLERANCE = 2e-6  # of losses around 3: six digits
 
-
-def _layout(case: GptCase, layout: Layout, **options: Any) -> NativeLayout:
-    if layout.pp > 1:
-        layers = PIPELINE_LAYERS - (case.positions == "tied")
-        options = {"partition_method": case.partition_method, "pipeline_layers": layers} | options
-    return NativeLayout(tp=layout.tp, pp=layout.pp, dp=layout.dp, vocab_divisor=case.pad_to, **options)
-
-
-def _assert_is(run: Saved, again: Resumed, *, losses: bool = True, without: tuple[str, ...] = ()) -> None:
-    assert differences(run.truth, again.state, without=without) == []
-    assert meta_differences(run.truth, again.state) == []
-    assert again.state.meta["replica_differences"] == []
-    if losses:
-        assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
-
-
-@pytest.mark.parametrize("layout", rest_full(LAYOUTS, Layout(1, 2, 2), Layout(4, 1, 1)), ids=str)
+@pytest.mark.parametrize("case", sampled(PIPELINES, "gpt_fp32-tp2pp2dp2-pp2dp2", "gpt_fp32-tp2pp2dp2-tp4"), ids=str)
 def test_a_pipeline_with_tensor_parallelism_resumes_on_any_layout(
-    layout: Layout, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = GPT_CASES["gpt_fp32"], trained_on("gpt_fp32", FULL)
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(case, layout))
-    again = parallel.resume(case, layout, tmp_path / "to", tmp_path / "out")
-    _assert_is(run, again)
-    assert again.state.meta["wrong_weights"] == []
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.converted(run, parallel, tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "target"),
-    rest_full(
-        [
-            ("gpt_fp32_bare", FULL, Layout(1, 2, 1)),
-            ("gpt_fp32_bare", Layout(1, 1, 1), Layout(2, 1, 1)),
-            ("gpt_fp32_glu", FULL, Layout(4, 1, 1)),
-            ("gpt_fp32_qkv_blocks", FULL, Layout(1, 1, 2)),
-            ("gpt_fp32_gqa", FULL, Layout(1, 2, 1)),
-            ("gpt_fp32_by_parameters", FULL, Layout(1, 3, 1)),
-            ("gpt_bf16opt_glu", FULL, Layout(4, 1, 1)),
-        ],
-        ("gpt_fp32_bare", Layout(1, 1, 1), Layout(2, 1, 1)),
-        ("gpt_fp32_qkv_blocks", FULL, Layout(1, 1, 2)),
-        ("gpt_fp32_by_parameters", FULL, Layout(1, 3, 1)),
-        ("gpt_bf16opt_glu", FULL, Layout(4, 1, 1)),
+    "case",
+    sampled(
+        RULES,
+        "gpt_fp32_bare-one-tp2",
+        "gpt_fp32_qkv_blocks-tp2pp2dp2-dp2",
+        "gpt_fp32_by_parameters-tp2pp2dp2-pp3",
+        "gpt_bf16opt_glu-tp2pp2dp2-tp4",
     ),
     ids=str,
 )
 def test_every_rule_resumes_on_another_layout(
-    name: str, source: Layout, target: Layout, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = GPT_CASES[name], trained_on(name, source)
-    # DeepSpeed's lists leave out what is cut along dimension 0; rules of a user have to say that they mean it.
-    rules = None if case.info else f"default: column\n{gpt_rules_yaml(case)}"
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(case, target), rules=rules)
-    again = parallel.resume(case, target, tmp_path / "to", tmp_path / "out")
-    _assert_is(run, again, losses=case.dtype == "fp32")
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.converted(run, parallel, tmp_path))
 
 
 def test_positions_beside_a_tied_embedding_are_the_first_stages(
     trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     case, run = GPT_CASES["gpt_fp32_tied_positions"], trained_on("gpt_fp32_tied_positions", FULL)
-    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(case, Layout(1, 2, 2)))
+    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=gpt_layout(case, Layout(1, 2, 2)))
     assert any("another pipeline stage" in warning for warning in result.warnings)
     again = parallel.resume(case, Layout(1, 2, 2), tmp_path / "to", tmp_path / "out")
     # Stages load a layer's weights from its file, and the head has none: its unused copy stays as it was drawn.
@@ -115,13 +86,13 @@ def test_a_universal_checkpoint_of_a_pipeline_resumes_with_tensor_parallelism(
     for layout in (Layout(1, 1, 2), Layout(2, 2, 1), Layout(4, 1, 1)):
         out = tmp_path / str(layout)
         again = parallel.resume(case, layout, tmp_path / "to", out, load_universal=True)
-        _assert_is(run, again)
+        assert_resumed(run, again)
 
 
 def test_a_universal_checkpoint_of_a_pipeline_is_read_back(trained_on: TrainedOn, tmp_path: Path) -> None:
     case, run = GPT_CASES["gpt_fp32"], trained_on("gpt_fp32", FULL)
     convert(run.dir, tmp_path / "universal", "universal")
-    convert(tmp_path / "universal", tmp_path / "to", "zero", layout=_layout(case, Layout(2, 1, 2)))
+    convert(tmp_path / "universal", tmp_path / "to", "zero", layout=gpt_layout(case, Layout(2, 1, 2)))
     source = SourceSpec(url=str(run.dir))
     for target in ("universal", "to"):
         report = load_engine().diff(source, SourceSpec(url=str(tmp_path / target)), DiffOptions())
@@ -137,71 +108,41 @@ def test_without_rules_nothing_is_guessed(trained_on: TrainedOn, tmp_path: Path)
     assert "2.attention.qkv.weight" in caught.value.details["parameters"]
     one = trained_on("gpt_fp32_bare", Layout(1, 1, 1))
     with pytest.raises(RequestError) as refused:
-        convert(one.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(case, Layout(2, 1, 1)))
+        convert(one.dir, tmp_path / "to" / run.tag, "zero", layout=gpt_layout(case, Layout(2, 1, 1)))
     assert refused.value.code == "request.unsatisfiable"
     assert "--rules" in refused.value.fix
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "target"),
-    rest_full(
-        [
-            ("moe_fp32_z1", (4, 2), (4, 4)),
-            ("moe_fp32_z1", (4, 2), (2, 1)),
-            ("moe_fp32_z2", (2, 2), (4, 2)),
-            ("moe_fp32_z2", (2, 1), (3, 1)),
-            ("moe_bf16opt", (4, 4), (2, 2)),
-        ],
-        ("moe_fp32_z1", (4, 2), (2, 1)),
-        ("moe_fp32_z2", (2, 2), (4, 2)),
-        ("moe_bf16opt", (4, 4), (2, 2)),
-    ),
+    "case",
+    sampled(NATIVE_EXPERTS, "moe_fp32_z1-dp4ep2-dp2", "moe_fp32_z2-dp2ep2-dp4ep2", "moe_bf16opt-dp4ep4-dp2ep2"),
     ids=str,
 )
 def test_experts_resume_on_other_ranks(
-    name: str, source: tuple[int, int], target: tuple[int, int], parallel: ParallelOracle, tmp_path: Path
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case = MOE_CASES[name]
-    run = parallel.train(case, Layout(dp=source[0], ep=source[1]), tmp_path / "from")
-    layout = NativeLayout(dp=target[0], ep=target[1])
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=layout)
-    again = parallel.resume(case, Layout(dp=target[0], ep=target[1]), tmp_path / "to", tmp_path / "out")
-    _assert_is(run, again, losses=case.dtype == "fp32")
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.converted(run, parallel, tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "target"),
-    rest_full(
-        [
-            ("autotp_z1", (2, 2), (1, 1)),
-            ("autotp_z1", (2, 2), (4, 4)),
-            ("autotp_z1", (4, 4), (4, 2)),
-            ("autotp_z1_gqa", (2, 2), (2, 1)),
-            ("autotp_z1_uneven", (2, 2), (1, 1)),
-            ("autotp_z1_tied", (2, 2), (1, 1)),
-            ("autotp_z1_vocab", (2, 2), (1, 1)),
-            ("autotp_z2_bf16", (2, 2), (2, 1)),
-            ("autotp_z3", (2, 2), (1, 1)),
-            ("autotp_z3", (2, 2), (4, 4)),
-        ],
-        ("autotp_z1", (4, 4), (4, 2)),
-        ("autotp_z1_gqa", (2, 2), (2, 1)),
-        ("autotp_z1_uneven", (2, 2), (1, 1)),
-        ("autotp_z1_tied", (2, 2), (1, 1)),
-        ("autotp_z2_bf16", (2, 2), (2, 1)),
-        ("autotp_z3", (2, 2), (4, 4)),
+    "case",
+    sampled(
+        TENSOR_RANKS,
+        "autotp_z1-tp4-tp2dp2",
+        "autotp_z1_gqa-tp2-dp2",
+        "autotp_z1_uneven-tp2-one",
+        "autotp_z1_tied-tp2-one",
+        "autotp_z2_bf16-tp2-dp2",
+        "autotp_z3-tp2-tp4",
     ),
     ids=str,
 )
 def test_autotp_resumes_at_another_size(
-    name: str, source: tuple[int, int], target: tuple[int, int], parallel: ParallelOracle, tmp_path: Path
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case = AUTOTP_CASES[name]
-    run = parallel.train(case, Layout(tp=source[1], dp=source[0] // source[1]), tmp_path / "from")
-    layout = NativeLayout(dp=target[0] // target[1], tp=target[1])
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=layout)
-    again = parallel.resume(case, Layout(tp=target[1], dp=target[0] // target[1]), tmp_path / "to", tmp_path / "out")
-    _assert_is(run, again, losses=case.dtype == "fp32")
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.converted(run, parallel, tmp_path))
 
 
 @pytest.mark.parametrize("name", rest_full(["autotp_z1", "autotp_z3"], "autotp_z3"))
@@ -211,7 +152,7 @@ def test_autotp_goes_down_and_back(name: str, parallel: ParallelOracle, tmp_path
     convert(run.dir, tmp_path / "one" / run.tag, "zero", layout=NativeLayout(dp=2, tp=1))
     convert(tmp_path / "one", tmp_path / "back" / run.tag, "zero", layout=NativeLayout(dp=1, tp=2))
     again = parallel.resume(case, Layout(tp=2, dp=1), tmp_path / "back", tmp_path / "out")
-    _assert_is(run, again)
+    assert_resumed(run, again)
 
 
 # AutoEP runs onto other ranks and stages: real runs, written by our engine, resumed by DeepSpeed's plain loader.
@@ -231,11 +172,6 @@ def _resume(
     return parallel.resume(case, ranks, tmp_path / "to", tmp_path / "out", load_universal=load_universal)
 
 
-def _assert_all_is(run: Saved, again: Resumed, *, losses: bool = True, without: tuple[str, ...] = ()) -> None:
-    _assert_is(run, again, losses=losses, without=without)
-    assert again.state.meta["wrong_weights"] == []
-
-
 @pytest.mark.full
 def test_layouts_lose_alike_in_deepspeed_itself(trained_on: TrainedOn) -> None:
     runs = [trained_on("autoep_z1", _ranks(*ranks)) for ranks in ((1, 1), (2, 2), (4, 2))] + [
@@ -248,112 +184,55 @@ def test_layouts_lose_alike_in_deepspeed_itself(trained_on: TrainedOn) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "target"),
-    rest_full(
-        [
-            ("autoep_z1", (2, 2), (4, 4)),
-            ("autoep_z1", (4, 2), (1, 1)),
-            ("autoep_z1", (1, 1), (4, 2)),
-            ("autoep_z2", (4, 2), (2, 2)),
-            ("autoep_z2", (4, 4), (6, 2)),
-            ("autoep_z2_round_robin", (4, 2), (2, 1)),
-            ("autoep_z2_bf16", (4, 2), (2, 1)),
-            ("autoep_bf16opt", (2, 2), (4, 4)),
-            ("autoep_z1_data_first", (4, 2), (6, 2)),
-            ("autoep_z1_frozen", (2, 2), (4, 4)),
-            ("autoep_z3", (4, 2), (2, 2)),
-            ("autoep_z3", (2, 2), (3, 1)),
-            ("autoep_z3", (4, 4), (4, 2)),
-            ("autoep_z3_sub_groups", (4, 2), (2, 2)),
-            ("autoep_z3_bf16", (4, 4), (2, 1)),
-        ],
-        ("autoep_z1", (4, 2), (1, 1)),
-        ("autoep_z2", (4, 4), (6, 2)),
-        ("autoep_z2_round_robin", (4, 2), (2, 1)),
-        ("autoep_bf16opt", (2, 2), (4, 4)),
-        ("autoep_z1_data_first", (4, 2), (6, 2)),
-        ("autoep_z1_frozen", (2, 2), (4, 4)),
-        ("autoep_z3", (2, 2), (3, 1)),
-        ("autoep_z3_sub_groups", (4, 2), (2, 2)),
+    "case",
+    sampled(
+        FUSED_EXPERTS,
+        "autoep_z1-dp4ep2-one",
+        "autoep_z2-dp4ep4-dp6ep2",
+        "autoep_z2_round_robin-dp4ep2-dp2",
+        "autoep_bf16opt-dp2ep2-dp4ep4",
+        "autoep_z1_data_first-dp4ep2-dp6ep2",
+        "autoep_z1_frozen-dp2ep2-dp4ep4",
+        "autoep_z3-dp2ep2-dp3",
+        "autoep_z3_sub_groups-dp4ep2-dp2ep2",
     ),
     ids=str,
 )
 def test_fused_experts_resume_on_other_ranks(
-    name: str,
-    source: tuple[int, int],
-    target: tuple[int, int],
-    trained_on: TrainedOn,
-    parallel: ParallelOracle,
-    tmp_path: Path,
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = AUTOEP_CASES[name], trained_on(name, _ranks(*source))
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=target[0], ep=target[1]))
-    again = _resume(parallel, case, tmp_path, _ranks(*target))
-    _assert_all_is(run, again, losses=case.dtype == "fp32")
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.converted(run, parallel, tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "groups"),
-    rest_full(
-        [((2, 2), (1, 1), 3), ((1, 1), (4, 4), 2), ((4, 4), (2, 1), 3), ((4, 2), (2, 2), 2)], ((1, 1), (4, 4), 2)
-    ),
+    "case", sampled(SPLIT_EXPERTS, "autoep_z1_split-one-dp4ep4", "autoep_z3_split-one-dp4ep4"), ids=str
+)
+def test_groups_of_experts_are_cut_by_size_as_deepspeed_cuts_them(
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+) -> None:
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.converted(run, parallel, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "case",
+    sampled(OTHER_STAGES, "autoep_z1-dp4ep2-dp4ep4-autoep_z3", "autoep_z3_bf16-dp4ep2-dp4ep4-autoep_bf16opt"),
     ids=str,
 )
-@pytest.mark.parametrize("name", ["autoep_z1_split", "autoep_z3_split"])
-def test_groups_of_experts_are_cut_by_size_as_deepspeed_cuts_them(
-    name: str,
-    source: tuple[int, int],
-    target: tuple[int, int],
-    groups: int,
-    trained_on: TrainedOn,
-    parallel: ParallelOracle,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    case, run = AUTOEP_CASES[name], trained_on(name, _ranks(*source))
-    assert case.largest_group is not None
-    monkeypatch.setattr("reshard_engine.formats.deepspeed.param_groups.MAX_GROUP_ELEMS", case.largest_group)
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=target[0], ep=target[1]))
-    again = _resume(parallel, case, tmp_path, _ranks(*target))
-    assert len(again.state.meta["groups"]) == groups
-    _assert_all_is(run, again)
-
-
-@pytest.mark.parametrize(
-    ("name", "stage", "as_case"),
-    rest_full(
-        [
-            ("autoep_z1", "3", "autoep_z3"),
-            ("autoep_z1", "2", "autoep_z2"),
-            ("autoep_z3", "1", "autoep_z1"),
-            ("autoep_z3_bf16", "bf16", "autoep_bf16opt"),
-            ("autoep_bf16opt", "3", "autoep_z3_bf16"),
-        ],
-        ("autoep_z1", "3", "autoep_z3"),
-        ("autoep_z3_bf16", "bf16", "autoep_bf16opt"),
-    ),
-)
 def test_fused_experts_resume_at_another_stage(
-    name: str, stage: str, as_case: str, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    run, case = trained_on(name, _ranks(4, 2)), AUTOEP_CASES[as_case]
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=4, ep=4, zero_stage=stage))
-    again = _resume(parallel, case, tmp_path, _ranks(4, 4))
-    _assert_all_is(run, again, losses=case.dtype == "fp32")
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.converted(run, parallel, tmp_path))
 
 
-@pytest.mark.parametrize(
-    "target", [(4, 4), *(pytest.param(ranks, marks=pytest.mark.full) for ranks in ((6, 2), (2, 1)))], ids=str
-)
+@pytest.mark.parametrize("case", sampled(DATA_FIRST, "moe_fp32_z1_data_first-dp4ep2-dp4ep4"), ids=str)
 def test_native_experts_resume_where_equal_ones_follow_one_another(
-    target: tuple[int, int], parallel: ParallelOracle, tmp_path: Path
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case = MOE_CASES["moe_fp32_z1_data_first"]
-    run = parallel.train(case, _ranks(4, 2), tmp_path / "from")
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=target[0], ep=target[1]))
-    again = parallel.resume(case, _ranks(*target), tmp_path / "to", tmp_path / "out")
-    assert differences(run.truth, again.state) == []
-    assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.converted(run, parallel, tmp_path))
 
 
 def test_the_same_layout_is_written_as_deepspeed_writes_it(trained_on: TrainedOn, tmp_path: Path) -> None:
@@ -421,7 +300,7 @@ def test_the_universal_form_loads_and_goes_back(
     run, case = trained_on("autoep_z1", _ranks(4, 2)), AUTOEP_CASES["autoep_z1"]
     convert(run.dir, tmp_path / "to" / f"{run.tag}_universal", "universal")
     again = _resume(parallel, case, tmp_path, _ranks(2, 2), load_universal=True)
-    _assert_all_is(run, again)
+    assert_resumed(run, again)
     # At stage 3 the loader gives all groups the first one's hyper-parameters (0.19.8): losses are not the source's.
     sharded = AUTOEP_CASES["autoep_z3"]
     again = _resume(parallel, sharded, tmp_path, _ranks(4, 4), load_universal=True)
@@ -429,7 +308,7 @@ def test_the_universal_form_loads_and_goes_back(
     back = tmp_path / "back" / run.tag
     convert(tmp_path / "to", back, "zero", layout=NativeLayout(dp=4, ep=4, zero_stage="1"))
     loaded = parallel.resume(case, _ranks(4, 4), back.parent, tmp_path / "out_back")
-    _assert_all_is(run, loaded)
+    assert_resumed(run, loaded)
 
 
 @pytest.mark.parametrize("name", rest_full(["autoep_z1", "autoep_z3"], "autoep_z3"))
@@ -476,4 +355,4 @@ def test_deepspeed_itself_resumes_frozen_experts_wrongly_at_stage_2(
     convert(run.dir, tmp_path / "universal", "universal")
     convert(tmp_path / "universal", tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=2, ep=2, zero_stage="1"))
     again = _resume(parallel, AUTOEP_CASES["autoep_z1_frozen"], tmp_path, _ranks(2, 2))
-    _assert_all_is(run, again)
+    assert_resumed(run, again)

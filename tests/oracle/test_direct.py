@@ -16,17 +16,17 @@ import pytest
 
 from house.tiers import rest_full
 from oracle.cases import Case
+from oracle.checkpoint_cases import PIPELINES, RULES, CheckpointCase, sampled
 from oracle.conversions import UniversalFactory, agree, assert_native_continues
 from oracle.dcp_cases import RUNS, Mesh
 from oracle.dcp_driver import FsdpOracle, Job, problems, zero_run
 from oracle.driver import Oracle, ParallelOracle
 from oracle.fixtures import SavedFactory, TrainedFactory, TrainedOn
 from oracle.launcher import WorldError, Worlds
-from oracle.parallel_cases import GPT_CASES, Layout
 from oracle.test_convert_native import ALWAYS, EVERYTHING, STAGE_CHANGES
 from oracle.test_dcp_across import assert_goes_on
 from oracle.test_ensure_frameworks import NEW, OLD, losses, rates, went_on_alike
-from oracle.truth import Resumed, Truth, differences, meta_differences
+from oracle.truth import Resumed, Truth, differences
 
 SAMPLE = (
     ("z0_fp32", 3),
@@ -87,29 +87,15 @@ def test_a_universal_checkpoint_is_loaded_as_a_native_one(
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "target"),
-    rest_full(
-        [
-            ("gpt_fp32", Layout(2, 2, 2), Layout(1, 2, 2)),
-            ("gpt_fp32", Layout(2, 2, 2), Layout(4, 1, 1)),
-            ("gpt_fp32_by_parameters", Layout(2, 2, 2), Layout(1, 3, 1)),
-            ("gpt_bf16opt_glu", Layout(2, 2, 2), Layout(4, 1, 1)),
-        ],
-        ("gpt_fp32", Layout(2, 2, 2), Layout(1, 2, 2)),
-    ),
+    "case",
+    sampled((*PIPELINES, *(case for case in RULES if case.rules is None)), "gpt_fp32-tp2pp2dp2-pp2dp2"),
     ids=str,
 )
 def test_model_parallel_runs_go_on_in_other_layouts(
-    name: str, source: Layout, target: Layout, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, run = GPT_CASES[name], trained_on(name, source)
-    direct = {"vocab_divisor": case.pad_to}
-    again = parallel.resume(case, target, run.dir, tmp_path / "out", direct=direct)
-    assert differences(run.truth, again.state) == []
-    assert meta_differences(run.truth, again.state) == []
-    assert again.state.meta["replica_differences"] == []
-    if case.dtype == "fp32":
-        assert again.losses == pytest.approx(run.losses_after, abs=2e-6)
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.direct(run, parallel, tmp_path))
 
 
 @pytest.mark.parametrize(

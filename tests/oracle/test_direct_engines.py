@@ -7,7 +7,7 @@ so are the next losses. The layout is always the one that the engine itself says
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,22 @@ import pytest
 
 from house.tiers import rest_full
 from oracle.cases import Case
+from oracle.checkpoint_cases import (
+    DATA_FIRST,
+    FUSED_EXPERTS,
+    NATIVE_EXPERTS,
+    OTHER_STAGES,
+    SPLIT_EXPERTS,
+    TENSOR_RANKS,
+    CheckpointCase,
+    sampled,
+)
 from oracle.conversions import agree
 from oracle.driver import Oracle, ParallelOracle
 from oracle.fixtures import TrainedFactory, TrainedOn
 from oracle.launcher import WorldError, Worlds
 from oracle.outputs import convert
-from oracle.parallel_cases import AUTOEP_CASES, AUTOTP_CASES, GPT_CASES, MOE_CASES, Layout, ParallelCase
-from oracle.test_convert_parallel import LOSS_TOLERANCE
+from oracle.parallel_cases import GPT_CASES, PARALLEL_CASES, Layout
 from oracle.truth import Resumed, differences, meta_differences
 from reshard.options import NativeLayout
 
@@ -33,142 +42,49 @@ def _same(left: Resumed, right: Resumed) -> None:
     assert left.losses == right.losses
 
 
-def _goes_on(
-    name: str,
-    source: Layout,
-    target: Layout,
-    trained_on: TrainedOn,
-    parallel: ParallelOracle,
-    tmp_path: Path,
-    **options: Any,
-) -> None:
-    """Train a case on one layout, and go on with it on another: directly, and from converted files.
-
-    Args:
-        name: the case of the source.
-        source: its layout.
-        target: the layout of the run that loads.
-        trained_on: the fixture.
-        parallel: the fixture.
-        tmp_path: the fixture.
-        options: `as_case`, if the run that loads is of another case; options of the conversion.
-    """
-    cases: dict[str, ParallelCase] = {**MOE_CASES, **AUTOTP_CASES, **AUTOEP_CASES}
-    run, case = trained_on(name, source), cases[options.pop("as_case", name)]
-    again = parallel.resume(case, target, run.dir, tmp_path / "directly", direct={})
-    assert differences(run.truth, again.state) == []
-    assert meta_differences(run.truth, again.state) == []
-    assert again.state.meta["replica_differences"] == []
-    if asdict(case)["dtype"] == "fp32":
-        assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
-    layout = NativeLayout(dp=target.dp, tp=target.tp, ep=target.ep, **options)
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=layout)
-    _same(again, parallel.resume(case, target, tmp_path / "to", tmp_path / "plainly"))
+def _goes_on(case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path) -> None:
+    """Load a case directly, and after a conversion: both runs go on from the source's state, alike."""
+    run = trained_on(case.name, case.source)
+    again = case.direct(run, parallel, tmp_path)
+    case.assert_resumed(run, again)
+    _same(again, case.converted(run, parallel, tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "target"),
-    rest_full(
-        [
-            ("moe_fp32_z1", (4, 2), (4, 4)),
-            ("moe_fp32_z1", (4, 2), (2, 1)),
-            ("moe_fp32_z2", (2, 2), (4, 2)),
-            ("moe_fp32_z2", (2, 1), (3, 1)),
-            ("moe_bf16opt", (4, 4), (2, 2)),
-            ("moe_fp32_z1_data_first", (4, 2), (6, 2)),
-            ("moe_fp32_z1_data_first", (4, 2), (2, 1)),
-            ("autoep_z1", (2, 2), (4, 4)),
-            ("autoep_z1", (4, 2), (1, 1)),
-            ("autoep_z2", (4, 4), (6, 2)),
-            ("autoep_z2_round_robin", (4, 2), (2, 1)),
-            ("autoep_z2_bf16", (4, 2), (2, 1)),
-            ("autoep_bf16opt", (2, 2), (4, 4)),
-            ("autoep_z1_data_first", (4, 2), (6, 2)),
-            ("autoep_z1_frozen", (2, 2), (4, 4)),
-            ("autoep_z3", (4, 2), (2, 2)),
-            ("autoep_z3", (2, 2), (3, 1)),
-            ("autoep_z3_sub_groups", (4, 2), (2, 2)),
-            ("autoep_z3_bf16", (4, 4), (2, 1)),
-        ],
-        ("moe_fp32_z2", (2, 2), (4, 2)),
-        ("autoep_z3_sub_groups", (4, 2), (2, 2)),
+    "case",
+    sampled(
+        (*NATIVE_EXPERTS, *DATA_FIRST, *FUSED_EXPERTS),
+        "moe_fp32_z2-dp2ep2-dp4ep2",
+        "autoep_z3_sub_groups-dp4ep2-dp2ep2",
     ),
     ids=str,
 )
 def test_experts_go_on_on_other_ranks(
-    name: str,
-    source: tuple[int, int],
-    target: tuple[int, int],
-    trained_on: TrainedOn,
-    parallel: ParallelOracle,
-    tmp_path: Path,
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    ranks = [Layout(dp=dp, ep=ep) for dp, ep in (source, target)]
-    _goes_on(name, *ranks, trained_on, parallel, tmp_path)
+    _goes_on(case, trained_on, parallel, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "target"),
-    rest_full(
-        [
-            ("autotp_z1", (2, 2), (1, 1)),
-            ("autotp_z1", (2, 2), (4, 4)),
-            ("autotp_z1", (4, 4), (4, 2)),
-            ("autotp_z1_gqa", (2, 2), (2, 1)),
-            ("autotp_z1_uneven", (2, 2), (1, 1)),
-            ("autotp_z1_tied", (2, 2), (1, 1)),
-            ("autotp_z1_vocab", (2, 2), (1, 1)),
-            ("autotp_z2_bf16", (2, 2), (2, 1)),
-            ("autotp_z3", (2, 2), (1, 1)),
-            ("autotp_z3", (2, 2), (4, 4)),
-            ("autotp_z3", (4, 2), (4, 4)),
-        ],
-        ("autotp_z1", (4, 4), (4, 2)),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("case", sampled(TENSOR_RANKS, "autotp_z1-tp4-tp2dp2"), ids=str)
 def test_autotp_goes_on_at_another_size(
-    name: str,
-    source: tuple[int, int],
-    target: tuple[int, int],
-    trained_on: TrainedOn,
-    parallel: ParallelOracle,
-    tmp_path: Path,
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    ranks = [Layout(tp=tp, dp=world // tp) for world, tp in (source, target)]
-    _goes_on(name, *ranks, trained_on, parallel, tmp_path)
+    _goes_on(case, trained_on, parallel, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "as_case"),
-    rest_full(
-        [
-            ("autoep_z1", "3", "autoep_z3"),
-            ("autoep_z1", "2", "autoep_z2"),
-            ("autoep_z3", "1", "autoep_z1"),
-            ("autoep_z3_bf16", "bf16", "autoep_bf16opt"),
-            ("autoep_bf16opt", "3", "autoep_z3_bf16"),
-        ]
-    ),
-)
+@pytest.mark.parametrize("case", sampled(OTHER_STAGES), ids=str)
 def test_fused_experts_go_on_at_another_stage(
-    name: str, stage: str, as_case: str, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    ranks = Layout(dp=4, ep=2), Layout(dp=4, ep=4)
-    _goes_on(name, *ranks, trained_on, parallel, tmp_path, as_case=as_case, zero_stage=stage)
+    _goes_on(case, trained_on, parallel, tmp_path)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("target", [(1, 1), (4, 4)], ids=str)
-@pytest.mark.parametrize("name", ["autoep_z1_split", "autoep_z3_split"])
+@pytest.mark.parametrize("case", sampled(SPLIT_EXPERTS), ids=str)
 def test_groups_of_experts_are_cut_by_size_as_deepspeed_cuts_them(
-    name: str, target: tuple[int, int], trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
-    case, ranks = AUTOEP_CASES[name], Layout(dp=target[0], ep=target[1])
-    run = trained_on(name, Layout(dp=2, ep=2))
-    again = parallel.resume(case, ranks, run.dir, tmp_path, direct={})
-    assert differences(run.truth, again.state) == []
-    assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.direct(run, parallel, tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["moe_fp32_z1", "autoep_z1"])
@@ -176,10 +92,9 @@ def test_the_order_of_experts_is_that_of_the_source_or_it_is_refused(
     kind: str, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     ranks, run = Layout(dp=4, ep=2), trained_on(kind, Layout(dp=4, ep=4))
-    cases: dict[str, ParallelCase] = {**MOE_CASES, **AUTOEP_CASES}
     with pytest.raises(WorldError, match='set "use_data_before_expert_parallelism": false in the run'):
-        parallel.resume(cases[f"{kind}_data_first"], ranks, run.dir, tmp_path / "no", direct={})
-    again = parallel.resume(cases[kind], ranks, run.dir, tmp_path / "yes", direct={})
+        parallel.resume(PARALLEL_CASES[f"{kind}_data_first"], ranks, run.dir, tmp_path / "no", direct={})
+    again = parallel.resume(PARALLEL_CASES[kind], ranks, run.dir, tmp_path / "yes", direct={})
     assert differences(run.truth, again.state) == []
 
 

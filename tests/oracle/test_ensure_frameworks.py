@@ -13,9 +13,19 @@ import pytest
 
 import reshard
 from house.tiers import rest_full
+from oracle.checkpoint_cases import (
+    DATA_FIRST,
+    FUSED_EXPERTS,
+    NATIVE_EXPERTS,
+    OTHER_STAGES,
+    SPLIT_EXPERTS,
+    TENSOR_RANKS,
+    CheckpointCase,
+    sampled,
+)
 from oracle.conversions import agree
-from oracle.driver import Oracle
-from oracle.fixtures import TrainedFactory
+from oracle.driver import Oracle, ParallelOracle
+from oracle.fixtures import TrainedFactory, TrainedOn
 from oracle.launcher import WorldError, Worlds
 from oracle.outputs import convert
 from oracle.truth import differences
@@ -180,3 +190,20 @@ def test_a_plain_engine_resumes_by_one_call(name: str, trained: TrainedFactory, 
     resumed = oracle.resume_native(run.case, path, tmp_path / "state", world=NEW)
     assert differences(run.truth, resumed.state) == []
     assert agree(resumed.losses, run.losses_after, significant=6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    sampled(
+        (*NATIVE_EXPERTS, *DATA_FIRST, *FUSED_EXPERTS, *SPLIT_EXPERTS, *OTHER_STAGES, *TENSOR_RANKS),
+        "moe_fp32_z1-dp4ep2-dp2",
+        "autoep_z3-dp2ep2-dp3",
+        "autotp_z1-tp4-tp2dp2",
+    ),
+    ids=str,
+)
+def test_an_engine_on_parallel_ranks_resumes_by_one_call(
+    case: CheckpointCase, trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+) -> None:
+    run = trained_on(case.name, case.source)
+    case.assert_resumed(run, case.ensured(run, parallel, tmp_path))
