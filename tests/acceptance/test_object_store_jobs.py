@@ -22,14 +22,13 @@ from typing import Any
 import httpx
 import pytest
 
+from house.conversions import convert
 from house.waiting import wait_until
 from oracle.launcher import Worlds
 from reshard.api.client import Client
-from reshard.choices import JobState, TargetFormat
+from reshard.choices import JobState
 from reshard.errors import JobError, ReshardError, SourceError
-from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, ConvertResult, Job, JobEvent
-from reshard.options import SourceSpec
+from reshard.models.jobs import ConvertResult, Job, JobEvent
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import ObjectStore
@@ -61,10 +60,7 @@ def source(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What a local conversion writes, without a service and without an interruption."""
     target = tmp_path_factory.mktemp("expected") / "global_step1_universal"
-    request = ConvertRequest(
-        source=SourceSpec(url=str(source)), target=str(target), to=TargetFormat.UNIVERSAL, part_bytes=PART_BYTES
-    )
-    load_engine().convert(request)
+    convert(source, target, part_bytes=PART_BYTES)
     files = {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
     shutil.rmtree(target)
     return files

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from reshard.choices import TargetFormat
+from house.conversions import convert, refused_conversion
+from house.repository import DATA
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 
-DATA = Path(__file__).parent.parent / "data"
 MODEL = "mp_rank_00_model_states.pt"
 OTHER_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
@@ -25,7 +24,7 @@ OTHER_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A universal checkpoint of a real run."""
     target = tmp_path_factory.mktemp("made") / "u"
-    _convert(DATA / "zero2_tiny", target)
+    convert(DATA / "zero2_tiny", target)
     return target
 
 
@@ -35,16 +34,8 @@ def source(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "in"))
 
 
-def _convert(source: Path, target: Path) -> None:
-    request = ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), to=TargetFormat.UNIVERSAL)
-    load_engine().convert(request)
-
-
 def _code(source: Path, target: Path) -> str:
-    with pytest.raises(ReshardError) as caught:
-        _convert(source, target)
-    assert not target.exists()
-    return caught.value.code
+    return refused_conversion(convert, source, target).code
 
 
 def _load(path: Path) -> Any:
@@ -58,7 +49,7 @@ def _edit(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def test_the_copy_converts(source: Path, tmp_path: Path) -> None:
-    _convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out")
 
 
 ATOM = "zero/embed.weight/exp_avg.pt"
@@ -87,14 +78,14 @@ def test_atoms_of_another_form(name: str, source: Path, tmp_path: Path) -> None:
 
 def test_atoms_of_a_tensor_parallel_run_are_read(source: Path, made: Path, tmp_path: Path) -> None:
     _edit(source / ATOM, lambda v: v | {"cat_dim": 1, "vocab_tensor": True, "param_n_sub_params": 2})
-    _convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out")
     assert torch.equal(_load(tmp_path / "out" / ATOM)["param"], _load(made / ATOM)["param"])
 
 
 def test_atoms_flat_and_with_the_default_cut_are_the_same(source: Path, made: Path, tmp_path: Path) -> None:
     _edit(source / ATOM, lambda v: v | {"cat_dim": 0})
     _edit(source / "zero/gain/fp32.pt", lambda v: v["param"].flatten())
-    _convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out")
     for atom in (ATOM, "zero/gain/fp32.pt"):
         assert torch.equal(_load(tmp_path / "out" / atom)["param"], _load(made / atom)["param"])
 

@@ -12,27 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from house.requests import asked
-from reshard.choices import TargetFormat
-from reshard.errors import ReshardError
+from house.conversions import convert, refused_conversion
+from house.repository import DATA
 from reshard.local import load_engine
 from reshard.options import SourceSpec
 
-DATA = Path(__file__).parent.parent / "data"
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
 
 
-def _convert(source: Path, target: Path, to: str = "safetensors", **options: Any) -> list[str]:
-    request = asked(source=SourceSpec(url=str(source)), target=str(target), to=TargetFormat(to), **options)
-    return list(load_engine().convert(request).warnings)
-
-
 def _code(source: Path, target: Path, to: str = "safetensors", **options: Any) -> str:
-    with pytest.raises(ReshardError) as caught:
-        _convert(source, target, to, **options)
-    assert not target.exists()
-    return caught.value.code
+    return refused_conversion(convert, source, target, to, **options).code
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Weights of a real run, sharded in both containers."""
     folder = tmp_path_factory.mktemp("made")
     for to in ("safetensors", "torch"):
-        _convert(DATA / "zero2_tiny", folder / to, to, max_shard_bytes=600)
+        convert(DATA / "zero2_tiny", folder / to, to, max_shard_bytes=600)
     return {"safetensors": folder / "safetensors", "torch": folder / "torch"}
 
 
@@ -120,7 +110,9 @@ def test_an_index_of_a_gigabyte(source: Path, tmp_path: Path) -> None:
 def test_a_wrong_total_is_said(source: Path, tmp_path: Path) -> None:
     # Nothing follows from it, and published weights have wrong ones: transformers reads them too.
     _edit(source / INDEX, lambda index: index["metadata"].update(total_size=1))
-    assert any("says 1 byte" in w and "1 bytes" not in w for w in _convert(source, tmp_path / "out"))
+    assert any(
+        "says 1 byte" in w and "1 bytes" not in w for w in convert(source, tmp_path / "out", "safetensors").warnings
+    )
 
 
 def test_shards_without_their_index(source: Path, tmp_path: Path) -> None:
@@ -135,7 +127,7 @@ def test_two_sets_of_weights_in_one_directory(source: Path, tmp_path: Path) -> N
     save_file({"w": torch.ones(1)}, source / "model.safetensors")
     assert _code(source, tmp_path / "out") == "checkpoint.ambiguous"
     (source / "model.safetensors").rename(source / "other.safetensors")
-    _convert(source, tmp_path / "out")  # the usual name decides
+    convert(source, tmp_path / "out", "safetensors")  # the usual name decides
     assert "w" not in load_file(tmp_path / "out" / "model.safetensors")
     (source / INDEX).rename(source / "third.safetensors.index.json")
     assert _code(source, tmp_path / "again") == "checkpoint.ambiguous"
@@ -205,7 +197,7 @@ def test_metadata_that_are_not_carried_over_are_said(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     metadata = {"format": "pt", "license": "mit", "tied": "w"}
     save_file({"w": torch.ones(1)}, tmp_path / "in" / "model.safetensors", metadata=metadata)
-    warnings = _convert(tmp_path / "in", tmp_path / "out", "torch")
+    warnings = convert(tmp_path / "in", tmp_path / "out", "torch").warnings
     assert [w for w in warnings if "license" in w and "tied" not in w]
     found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert found["tied"].data_ptr() == found["w"].data_ptr()

@@ -9,19 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from house.requests import asked
+from house.conversions import convert
+from house.repository import DATA
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import SourceSpec
 
-DATA = Path(__file__).parent.parent / "data"
 FROZEN = ["zero2_tiny", "zero3_tiny", "zero2_python3112", "zero3_python3112"]
-
-
-def _convert(name: str, target: Path, to: TargetFormat, **options: object) -> None:
-    request = asked(**{"source": SourceSpec(url=str(DATA / name)), "target": str(target), "to": to, **options})
-    load_engine().convert(request)
 
 
 def _truth(name: str, kind: str) -> dict[str, torch.Tensor]:
@@ -31,7 +26,7 @@ def _truth(name: str, kind: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_universal_holds_the_recorded_tensors(name: str, tmp_path: Path) -> None:
-    _convert(name, tmp_path / "u", TargetFormat.UNIVERSAL)
+    convert(DATA / name, tmp_path / "u", TargetFormat.UNIVERSAL)
     for kind in ("fp32", "exp_avg", "exp_avg_sq"):
         truth = _truth(name, kind)
         assert truth
@@ -57,7 +52,7 @@ def test_universal_holds_the_recorded_tensors(name: str, tmp_path: Path) -> None
 def test_weights_are_the_recorded_masters(
     name: str, to: TargetFormat, dtype: WeightDtype, sharded: bool, tmp_path: Path
 ) -> None:
-    _convert(name, tmp_path / "w", to, dtype=dtype, max_shard_bytes=600 if sharded else None)
+    convert(DATA / name, tmp_path / "w", to, dtype=dtype, max_shard_bytes=600 if sharded else None)
     found: dict[str, torch.Tensor] = {}
     for path in sorted((tmp_path / "w").glob("*.safetensors")):
         found |= load_file(path)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
 REAL_CHECKPOINTS = ROOT.parent / "shared" / "checkpoints"
 """Checkpoints of real frameworks, which lie outside the project."""
 SOURCE_ROOTS = ("client", "service", "worker")

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from house.conversions import convert
 from house.keys import key_pair
 from house.promises import command
-from house.requests import asked
+from house.repository import DATA
 from oracle.outputs import contents
 from reshard.choices import TargetFormat
-from reshard.local import load_engine
-from reshard.options import SourceSpec
 from servers.stores import ObjectServer
-
-DATA = Path(__file__).parent.parent / "data"
-
-
-def _convert(source: Path | str, target: Path | str, to: TargetFormat, **options: Any) -> None:
-    load_engine().convert(asked(source=SourceSpec(url=str(source)), target=str(target), to=to, **options))
 
 
 def test_from_store_to_store(store: ObjectServer, store_bucket: str, tmp_path: Path) -> None:
     root, source = f"{store.scheme}://{store_bucket}", DATA / "zero3_tiny"
-    _convert(source, f"{root}/run/first", TargetFormat.UNIVERSAL)
-    _convert(f"{root}/run", f"{root}/again/first", TargetFormat.UNIVERSAL)
-    _convert(f"{root}/again", f"{root}/shards", TargetFormat.TORCH, max_shard_bytes=600)
-    _convert(f"{root}/shards", tmp_path / "weights", TargetFormat.SAFETENSORS)
-    _convert(source, tmp_path / "direct", TargetFormat.SAFETENSORS)
+    convert(source, f"{root}/run/first", TargetFormat.UNIVERSAL)
+    convert(f"{root}/run", f"{root}/again/first", TargetFormat.UNIVERSAL)
+    convert(f"{root}/again", f"{root}/shards", TargetFormat.TORCH, max_shard_bytes=600)
+    convert(f"{root}/shards", tmp_path / "weights", TargetFormat.SAFETENSORS)
+    convert(source, tmp_path / "direct", TargetFormat.SAFETENSORS)
     assert contents(tmp_path / "weights") == contents(tmp_path / "direct")
     first, again = store.read_all(store_bucket, "run"), store.read_all(store_bucket, "again")
     for found in (first, again):

@@ -14,12 +14,9 @@ from typing import Any
 import pytest
 import s3fs
 
+from house.conversions import convert
 from house.saves import DATA
-from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
-from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
-from reshard.options import SourceSpec
 from reshard_engine.storage.s3 import S3Profile, S3Store
 from servers.answering import Handler, answering
 from servers.proxy import LoggingProxy, logging_proxy
@@ -213,9 +210,7 @@ def test_overwrite_removes_the_old_target_with_few_requests(
     many = [f"run/tag/old/{n}" for n in range(40)]
     for key in many:
         s3.client().put_object(Bucket=bucket, Key=key, Body=b"x")
-    source = SourceSpec(url=str(DATA / "zero3_tiny"))
-    request = ConvertRequest(source=source, target=f"s3://{bucket}/run/tag", to=TargetFormat.UNIVERSAL, overwrite=True)
-    load_engine().convert(request)
+    convert(DATA / "zero3_tiny", f"s3://{bucket}/run/tag", overwrite=True)
     left = {i.path for i in _store(s3.endpoint).list_tree(f"{bucket}/run")}
     assert not left & {f"{bucket}/{key}" for key in many}
     one, requests = _deletes(proxy)

@@ -10,12 +10,10 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from house.requests import asked
+from house.conversions import convert
 from laws.dcp_files import Save, Sharded, StridedShard, nested, read_metadata, save
 from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, SourceError
-from reshard.local import load_engine
-from reshard.models.jobs import ConvertResult
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -35,11 +33,6 @@ def _saved(directory: Path, how: Save, placements: tuple[Placement, ...], **besi
     optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": ["embed", "head"]}]}
     save({"model": {**held, "tied": held["embed"]}, "optimizer": optimizer, **beside}, directory, how)
     return directory
-
-
-def _convert(source: Path, target: Path, to: str = "dcp", **options: Any) -> ConvertResult:
-    request = {"source": {"url": str(source)}, "target": str(target), "to": to, **options}
-    return load_engine().convert(asked(**request))
 
 
 MESHES: dict[str, tuple[Save, tuple[Placement, ...]]] = {
@@ -91,7 +84,7 @@ def test_a_parameter_that_is_called_by_a_number(tmp_path: Path) -> None:
 
 def test_empty_dicts_in_lists_become_none_as_torch_makes_them(tmp_path: Path) -> None:
     _saved(tmp_path / "in", *MESHES["rows"], notes=[{}, {"a": 1}, {}, {"b": torch.ones(2)}])
-    _convert(tmp_path / "in", tmp_path / "out")
+    convert(tmp_path / "in", tmp_path / "out", "dcp")
     before, after = (read_metadata(tmp_path / place / ".metadata").planner_data for place in ("in", "out"))
     said = [[key for key in paths if key.startswith("notes")] for paths in (before, after)]
     assert said == [["notes.1.a", "notes.3.b"], ["notes.0", "notes.1.a", "notes.2", "notes.3.b"]]
@@ -104,7 +97,7 @@ def test_a_buffer_under_two_names_keeps_both(tmp_path: Path) -> None:
     optimizer = {"state": {0: {"exp_avg": model["a"]}}, "param_groups": [{"lr": 0.1, "foreach": None, "params": [0]}]}
     save({"model": model, "optimizer": optimizer}, tmp_path / "in", Save((2,)))
     options = {"layout": {"dp": 1, "zero_stage": "1"}, "dtype": "fp32"}
-    _convert(tmp_path / "in", tmp_path / "run" / "step", "zero", **options)
+    convert(tmp_path / "in", tmp_path / "run" / "step", "zero", **options)
     states = torch.load(tmp_path / "run" / "step" / "mp_rank_00_model_states.pt", weights_only=False)
     assert list(states["module"]) == ["a", "whole", "again"]
 
@@ -112,7 +105,7 @@ def test_a_buffer_under_two_names_keeps_both(tmp_path: Path) -> None:
 def test_client_state_does_not_become_weights(tmp_path: Path) -> None:
     """At the root, torchtitan's place of the model, every tensor is a weight."""
     _saved(tmp_path / "in", *MESHES["rows"], seed=torch.ones(2), nested={"seed": torch.ones(2)}, epoch=3)
-    result = _convert(tmp_path / "in", tmp_path / "out", options={"dcp": {"framework": "torchtitan"}})
+    result = convert(tmp_path / "in", tmp_path / "out", "dcp", options={"dcp": {"framework": "torchtitan"}})
     assert [entry.path for entry in result.not_carried] == ["seed"]
     found = _read(tmp_path / "out")
     assert found.module_names == ("embed", "head", "frozen", "tied")
@@ -160,7 +153,7 @@ def test_the_optimizer_proves_the_names_of_an_adapter(tmp_path: Path) -> None:
     assert {p.fqn for p in found.trained} == {*OF_ADAPTER.values()}
     held = found.module_names
     assert held == (*OF_ADAPTER.values(), f"{_MODULE}.head.modules_to_save.default.running_mean", *base)
-    _convert(tmp_path / "in", tmp_path / "out")
+    convert(tmp_path / "in", tmp_path / "out", "dcp")
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         before, after = (read_metadata(tmp_path / place / part / ".metadata") for place in ("in", "out"))
         assert after.state_dict_metadata.keys() == before.state_dict_metadata.keys(), part
@@ -198,7 +191,7 @@ def test_deepspeed_gets_no_group_without_members(tmp_path: Path) -> None:
     source = _adapter_saved(tmp_path / "in", OF_ADAPTER, {})
     torch.save({"base_lrs": [0.1, 0.1], "last_epoch": 3, "lr_lambdas": [{}, {}]}, source / "scheduler.bin")
     options = {"layout": {"dp": 2, "zero_stage": "1"}}
-    result = _convert(source, tmp_path / "run" / "step", "zero", **options)
+    result = convert(source, tmp_path / "run" / "step", "zero", **options)
     assert "optimizer.param_groups[1]" in [entry.path for entry in result.not_carried]
     found = _read(tmp_path / "run")
     assert found.optimizer is not None
@@ -225,9 +218,9 @@ def test_a_state_of_an_unlisted_class_is_kept_or_dropped_as_asked(tmp_path: Path
     """In the place of torchao's classes, which are listed."""
     source, key = _of_a_class(tmp_path / "in"), "optimizer.state.b.exp_avg"
     with pytest.raises(SourceError, match=r"two_tensor\.TwoTensor, which is not on the allow-list") as refused:
-        _convert(source, tmp_path / "no")
+        convert(source, tmp_path / "no", "dcp")
     assert (refused.value.code, "--opaque keep" in str(refused.value.fix)) == ("pickle.forbidden_global", True)
-    kept = _convert(source, tmp_path / "kept", opaque="keep")
+    kept = convert(source, tmp_path / "kept", "dcp", opaque="keep")
     assert kept.not_carried == ()
     state = {"optimizer": {"state": {"b": {"exp_avg": TwoTensor(torch.zeros(6, 4), torch.zeros(6, 4))}}}}
     with torch.serialization.safe_globals([TwoTensor]):
@@ -235,17 +228,17 @@ def test_a_state_of_an_unlisted_class_is_kept_or_dropped_as_asked(tmp_path: Path
     found: Any = state["optimizer"]["state"]["b"]["exp_avg"]
     assert torch.equal(found.a, HEAD)
     assert torch.equal(found.b, HEAD + 1)
-    dropped = _convert(source, tmp_path / "dropped", opaque="drop")
+    dropped = convert(source, tmp_path / "dropped", "dcp", opaque="drop")
     assert [entry.path for entry in dropped.not_carried] == [key]
     assert key not in read_metadata(tmp_path / "dropped" / ".metadata").state_dict_metadata
     with pytest.raises(RequestError, match=r"exp_avg \(.*TwoTensor\)"):
-        _convert(source, tmp_path / "run" / "step", "zero", opaque="keep", layout={"dp": 1, "zero_stage": "1"})
-    weights = _convert(source, tmp_path / "weights", "safetensors", opaque="keep")
+        convert(source, tmp_path / "run" / "step", "zero", opaque="keep", layout={"dp": 1, "zero_stage": "1"})
+    weights = convert(source, tmp_path / "weights", "safetensors", opaque="keep")
     assert "optimizer.state.*.exp_avg" in [entry.path for entry in weights.not_carried]
 
 
 def test_a_weight_of_such_a_class_is_refused(tmp_path: Path) -> None:
     for to in ("dcp", "safetensors"):
         with pytest.raises(SourceError, match=r"model\.b is not a plain tensor, but a .*TwoTensor") as refused:
-            _convert(_of_a_class(tmp_path / to, weight=True), tmp_path / f"{to}-out", to, opaque="keep")
+            convert(_of_a_class(tmp_path / to, weight=True), tmp_path / f"{to}-out", to, opaque="keep")
         assert refused.value.code == "source.unsupported"

@@ -17,12 +17,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from house.requests import asked
+from house import conversions
 from oracle.truth import RawTensor
-from reshard.choices import TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertResult, NotCarried
-from reshard.options import SourceSpec
 
 _WORDS = {
     torch.float32: "F32",
@@ -62,10 +60,8 @@ _STAND_INS: list[Any] = [
 
 def convert(source: Path, target: Path, to: str, *, tag: str | None = None, **options: Any) -> ConvertResult:
     """Converts with our engine and verifies what it wrote."""
-    engine = load_engine()
-    spec = SourceSpec(url=str(source), tag=tag)
-    result = engine.convert(asked(source=spec, target=str(target), to=TargetFormat(to), **options))
-    report = engine.verify(str(target))
+    result = conversions.convert(source, target, to, tag=tag, **options)
+    report = load_engine().verify(str(target))
     assert report.ok, report.problems
     left = unexpected(result)
     assert left == [], left

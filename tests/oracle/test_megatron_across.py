@@ -9,6 +9,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
+from house.conversions import refused_conversion
 from house.repository import real_checkpoint
 from oracle.launcher import Worlds
 from oracle.real_folders import load_any
 from oracle.test_megatron_out import STEP, megatron_is_needed, run
 from oracle.whole_tensors import whole
 from reshard.choices import NameScheme, OpaquePolicy, TargetFormat
-from reshard.errors import RequestError, ReshardError
+from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import DeepSpeedOptions, MegatronOptions, Options, SourceSpec
 from reshard_engine.checkpoint import Checkpoint
@@ -206,21 +208,17 @@ def test_the_optimizer_goes_by_way_of_dcp(tmp_path: Path) -> None:
     assert held[0] == held[1]
 
 
-def refused(name: str, tmp_path: Path, **options: Any) -> ReshardError:
-    with pytest.raises(ReshardError) as caught:
-        converted(name, tmp_path / STEP, **options)
-    assert not (tmp_path / STEP).exists()
-    return caught.value
+refused = partial(refused_conversion, converted)
 
 
 def test_the_order_of_rows_is_never_guessed(tmp_path: Path) -> None:
     plain, sections = "gpt_fp32_z1_tp2pp1dp2", "gptheadqkvsubw_fp32_z1_tp2pp1dp2"
-    error = refused(plain, tmp_path, hf_rules=None)
+    error = refused(plain, tmp_path / STEP, hf_rules=None)
     assert "nothing says the order of the rows" in str(error)
     assert GROUPED in (error.fix or "")
     assert SPLIT in (error.fix or "")
-    assert "parameter_with_sub_params" in (refused(plain, tmp_path, hf_rules=SPLIT).fix or "")
-    assert "consists of sections" in str(refused(sections, tmp_path, hf_rules=GROUPED))
+    assert "parameter_with_sub_params" in (refused(plain, tmp_path / STEP, hf_rules=SPLIT).fix or "")
+    assert "consists of sections" in str(refused(sections, tmp_path / STEP, hf_rules=GROUPED))
 
 
 def test_sections_that_the_user_says_are_taken(tmp_path: Path) -> None:
@@ -251,7 +249,7 @@ def test_sections_that_the_user_says_are_taken(tmp_path: Path) -> None:
                 inner = f"self_attention.linear_qkv.{last}"
                 ours = found[f"optimizer.state.{state}.decoder.layers.{inner}"][layer]
                 assert torch.equal(ours, wanted[f"decoder.layers.{layer}.{inner}/{kind}"][rows])
-    error = refused(name, tmp_path / "not", hf_rules=SPLIT, rules=say([part, 2 * part]))
+    error = refused(name, tmp_path / "not" / STEP, hf_rules=SPLIT, rules=say([part, 2 * part]))
     assert "queries, keys and values are (32, 32, 32)" in str(error)
 
 
@@ -270,7 +268,7 @@ def test_a_universal_checkpoint_goes_on_alike(tmp_path: Path) -> None:
 def test_an_optimizer_of_other_groups_is_refused_and_its_weights_are_not(tmp_path: Path) -> None:
     """At ZeRO-3, Megatron-DeepSpeed sees parameters without shape, and gives none of them weight decay."""
     name = "llama_bf16_z3_nopipe_tp2dp2"
-    error = refused(name, tmp_path, hf_rules=GROUPED)
+    error = refused(name, tmp_path / STEP, hf_rules=GROUPED)
     assert "embedding.word_embeddings.weight has wd_mult 0.0" in str(error)
     assert "--to universal first" in (error.fix or "")
     converted(name, tmp_path / "weights", "safetensors", hf_rules=GROUPED)
@@ -281,8 +279,8 @@ def test_an_optimizer_of_other_groups_is_refused_and_its_weights_are_not(tmp_pat
 
 
 def test_experts_and_targets_of_deepspeed_are_refused(tmp_path: Path) -> None:
-    assert "names are not those" in str(refused("moe_bf16_z1_ep2dp4", tmp_path, hf_rules=GROUPED))
-    error = refused("gpt_fp32_z1_tp2pp1dp2", tmp_path, to="universal")
+    assert "names are not those" in str(refused("moe_bf16_z1_ep2dp4", tmp_path / STEP, hf_rules=GROUPED))
+    error = refused("gpt_fp32_z1_tp2pp1dp2", tmp_path / STEP, to="universal")
     assert error.code == "request.invalid"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from house.conversions import refused_conversion
 from oracle.cases import Case
 from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
@@ -39,10 +40,9 @@ def _swapped(run: Trained) -> Path:
 
 
 def _refused(run: Trained, to: str = "universal") -> SourceError:
-    with pytest.raises(SourceError) as caught:
-        convert(run.dir, run.dir.parent / "out", to)
-    assert not (run.dir.parent / "out").exists()
-    return caught.value
+    error = refused_conversion(convert, run.dir, run.dir.parent / "out", to)
+    assert isinstance(error, SourceError)
+    return error
 
 
 def _changed(path: Path, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

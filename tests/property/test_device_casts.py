@@ -16,11 +16,10 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from house.casts import BITS, PAIRS, by_the_rule, elements, hold, special, weights
+from house.conversions import convert
+from house.repository import DATA
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import IntegrityError
-from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, ConvertResult
-from reshard.options import SourceSpec
 from reshard_engine.execute import executor
 from reshard_engine.execute.casts import device, device as lanes
 from reshard_engine.execute.casts.cast import CastKernel, NumpyCast
@@ -366,7 +365,6 @@ def test_the_rule_itself_counts_what_is_special() -> None:
 # A whole conversion whose casts go through the device's program: the same target, byte for byte.
 
 
-DATA = Path(__file__).parent.parent / "data"
 Use = Callable[[CastKernel], None]
 
 
@@ -381,11 +379,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     return choose
 
 
-def convert(source: str, target: Path, to: TargetFormat, dtype: WeightDtype) -> ConvertResult:
-    request = ConvertRequest(source=SourceSpec(url=str(DATA / source)), target=str(target), to=to, dtype=dtype)
-    return load_engine().convert(request)
-
-
 def digests(target: Path) -> dict[str, str]:
     """Everything but the manifest, which says when it was made."""
     files = (p for p in target.rglob("*") if p.is_file() and p.name != MANIFEST_NAME)
@@ -397,10 +390,10 @@ def digests(target: Path) -> dict[str, str]:
 @pytest.mark.parametrize("source", ["zero2_tiny", "zero3_tiny"])
 def test_the_target_is_the_same(source: str, to: TargetFormat, dtype: WeightDtype, tmp_path: Path, use: Use) -> None:
     use(NumpyCast())
-    plain = convert(source, tmp_path / "cpu" / "out", to, dtype)
+    plain = convert(DATA / source, tmp_path / "cpu" / "out", to, dtype=dtype)
     kernel = DeviceCast("cpu", least_bytes=0, slice_bytes=64 << 10, memory_bytes=64 << 20)
     use(kernel)
-    ours = convert(source, tmp_path / "device" / "out", to, dtype)
+    ours = convert(DATA / source, tmp_path / "device" / "out", to, dtype=dtype)
     assert kernel.report()["device_bytes"] > 0, "it was used"
     assert kernel.report()["cpu_bytes"] == 0
     assert ours.warnings == plain.warnings
@@ -411,14 +404,14 @@ def test_a_device_without_room_is_said_and_changes_nothing(
     tmp_path: Path, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(NumpyCast())
-    plain = convert("zero3_tiny", tmp_path / "cpu" / "out", TargetFormat.SAFETENSORS, WeightDtype.BF16)
+    plain = convert(DATA / "zero3_tiny", tmp_path / "cpu" / "out", TargetFormat.SAFETENSORS, dtype=WeightDtype.BF16)
 
     def no_room(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(device, "run", no_room)
     use(DeviceCast("cpu", least_bytes=0))
-    ours = convert("zero3_tiny", tmp_path / "device" / "out", TargetFormat.SAFETENSORS, WeightDtype.BF16)
+    ours = convert(DATA / "zero3_tiny", tmp_path / "device" / "out", TargetFormat.SAFETENSORS, dtype=WeightDtype.BF16)
     said = [w for w in ours.warnings if w not in plain.warnings]
     assert len(said) == 1
     assert "out of memory" in said[0]
@@ -440,5 +433,5 @@ def test_batches_are_read_into_the_memory_that_is_sent(
     kernel = DeviceCast("cpu", least_bytes=0)
     kernel.start()
     use(kernel)
-    convert("zero3_tiny", tmp_path / "out", TargetFormat.SAFETENSORS, WeightDtype.BF16)
+    convert(DATA / "zero3_tiny", tmp_path / "out", TargetFormat.SAFETENSORS, dtype=WeightDtype.BF16)
     assert sum(sent) > len(sent) // 2

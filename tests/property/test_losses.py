@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from house.casts import BITS, PAIRS, elements
-from house.requests import asked
+from house.conversions import convert
 from reshard.choices import TargetFormat
 from reshard.cli.main import run
 from reshard.errors import ReshardError
@@ -92,9 +92,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def _convert(source: Path, **options: Any) -> ConvertResult:
-    target = str(source.parent / "target")
-    to, spec = TargetFormat.SAFETENSORS, SourceSpec(url=str(source))
-    return load_engine().convert(asked(source=spec, target=target, to=to, dtype="fp16", **options))
+    return convert(source, source.parent / "target", "safetensors", dtype="fp16", **options)
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 10, 64 << 20])

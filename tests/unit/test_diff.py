@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from house.requests import asked
+from house.conversions import convert
+from house.repository import DATA
 from laws.deepspeed_files import Layout, write_checkpoint
 from laws.deepspeed_source import cases_of, rules_of
 from laws.universal_source import UniversalSource
@@ -28,7 +29,6 @@ from reshard_engine.operations import diff as comparison
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.testing.logical import MASTER, Bits, Case, Instance, LogicalParameter, LogicalState
 
-DATA = Path(__file__).parent.parent / "data"
 HYPER: Mapping[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
 GROUPS = (HYPER, {**HYPER, "weight_decay": 0.0})
 SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
@@ -85,10 +85,6 @@ def saved(place: Path, state: LogicalState, layout: Layout) -> Path:
     place.mkdir(parents=True)
     write_checkpoint(state, layout, place)
     return place
-
-
-def converted(source: Path, target: Path, **options: Any) -> None:
-    load_engine().convert(asked(source=SourceSpec(url=str(source)), target=str(target), **options))
 
 
 def diff(a: Path, b: Path, **options: Any) -> DiffReport:
@@ -167,7 +163,7 @@ def test_the_universal_form_is_equal_to_its_source(tmp_path_factory: pytest.Temp
     tool.mkdir()
     UniversalSource().write(case, tool)
     ours = place / "ours" / "u"
-    converted(source, ours, to=TargetFormat.UNIVERSAL)
+    convert(source, ours, to=TargetFormat.UNIVERSAL)
     assert found(diff(source, tool)) == []
     assert found(diff(source, ours)) == []
     assert same(source, tool)
@@ -178,7 +174,7 @@ def test_weights_alone_are_compared_rounded_and_the_rest_is_said_to_be_missing(t
     source = saved(tmp_path / "a", small_state(), Layout(3, 2))
     for dtype in WeightDtype:
         target = tmp_path / dtype.value
-        converted(source, target, to=TargetFormat.SAFETENSORS, dtype=dtype)
+        convert(source, target, to=TargetFormat.SAFETENSORS, dtype=dtype)
         # Neither of bf16 and fp16 can be rounded to the other without loss; the frozen weight has no master.
         lossy = [("dtype", "adapter", "weight")] if dtype is WeightDtype.FP16 else []
         assert found(diff(source, target)) == [

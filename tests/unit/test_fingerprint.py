@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed as hypothesis_seed, settings
 from safetensors.numpy import save_file
 
+from house.conversions import convert
 from house.fingerprint_checker import component, read_safetensors, tensor, whole
 from house.repository import ROOT, real_checkpoint
-from house.requests import asked
 from house.tiers import rest_full
 from laws.dcp_files import Save
 from laws.dcp_layout import MESHES
@@ -59,7 +59,7 @@ def fingerprint(place: Path | str, **options: Any) -> FingerprintReport:
 
 
 def converted(source: Path, target: Path, **options: Any) -> Path:
-    load_engine().convert(asked(source=SourceSpec(url=str(source)), target=str(target), **options))
+    convert(source, target, **options)
     return target
 
 

@@ -11,14 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from house.conversions import convert
 from house.repository import ROOT
 from reshard import deepspeed
-from reshard.choices import TargetFormat
 from reshard.cli.main import run
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
-from reshard.options import SourceSpec
 
 SOURCE = ROOT / "tests" / "data" / "zero2_tiny"
 
@@ -89,8 +87,7 @@ def test_universal_says_what_it_does_not_need(tmp_path: Path, capsys: pytest.Cap
     assert all(f"note: {flag} is not needed: " in said for flag in (*unneeded[::2][:2], "--keep_temp_folder"))
     assert said.count("note: ") == 5
     target = str(tmp_path / "v")
-    spec = SourceSpec(url=str(SOURCE))
-    load_engine().convert(ConvertRequest(source=spec, target=target, to=TargetFormat.UNIVERSAL))
+    convert(SOURCE, target)
     for path in (p for p in (tmp_path / "v").rglob("*") if p.is_file() and p.name != "reshard.json"):
         assert (tmp_path / "u" / path.relative_to(target)).read_bytes() == path.read_bytes()
     assert (tmp_path / "latest_universal").exists()

@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from house import dcp_stand_ins as d, dcp_streams as streams
 from house.dcp_mutations import ROOM, agree, assert_equal, framed, mutated, opcodes
+from house.expected import raised
 from reshard.errors import SourceError
 from reshard_engine.formats.dcp_files.metadata import parse
 from reshard_engine.formats.dcp_files.metadata.model import BytesEntry, Metadata
@@ -349,9 +350,7 @@ def test_limits_follow_the_environment() -> None:
 
 
 def _refused(data: bytes, **limits: int) -> SourceError:
-    with pytest.raises(SourceError) as caught:
-        parse_metadata(data, ".metadata", limits=replace(ROOM, **limits))
-    return caught.value
+    return raised(SourceError, parse_metadata, data, ".metadata", limits=replace(ROOM, **limits))
 
 
 def test_a_limit_says_how_to_raise_it() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor.placement_types import Shard
 
 import reshard
+from house.expected import raised
 from laws.dcp_files import Save, Sharded, read_metadata, save
 from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError
@@ -93,10 +94,7 @@ def converted(source: Path, to: State, **options: Any) -> tuple[Path, ConvertRes
     return place, reshard.convert(source, place, **{**to, **options})
 
 
-def refused(source: Path, to: State, **options: Any) -> ReshardError:
-    with pytest.raises(ReshardError) as caught:
-        converted(source, to, **options)
-    return caught.value
+refused = partial(raised, ReshardError, converted)
 
 
 def said(result: ConvertResult, text: str) -> list[str]:

@@ -10,10 +10,7 @@ import torch
 from checkpoints import many_small_parameters, write_zero_checkpoint
 from safetensors.torch import load_file
 
-from reshard.choices import TargetFormat
-from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
-from reshard.options import SourceSpec
+from house.conversions import convert
 
 RANKS = 12
 PARAMETERS = many_small_parameters(7, size=9)
@@ -48,9 +45,7 @@ def gathered(tag: Path, stage: int) -> dict[str, torch.Tensor]:
 def test_ranks_are_numbers(stage: int, tmp_path: Path) -> None:
     tag = write_zero_checkpoint(tmp_path / "save", PARAMETERS, stage=stage, ranks=RANKS)
     target = tmp_path / "out"
-    load_engine().convert(
-        ConvertRequest(source=SourceSpec(url=str(tag)), target=str(target), to=TargetFormat.SAFETENSORS)
-    )
+    convert(tag, target, "safetensors")
     ours, expected = load_file(target / "model.safetensors"), gathered(tag, stage)
     assert set(ours) == set(expected)
     for name, tensor in expected.items():

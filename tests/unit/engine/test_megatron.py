@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
+from house.conversions import refused_conversion
 from house.megatron_saves import (
     GROUP,
     HIDDEN,
@@ -45,12 +47,7 @@ def masters(source: Path, place: Path, **options: Any) -> dict[str, torch.Tensor
     return load_file(place / "out" / "model.safetensors")
 
 
-def refused(source: Path, place: Path, **options: Any) -> ReshardError:
-    asked: dict[str, Any] = {"to": "dcp", "progress": False, **options}
-    with pytest.raises(ReshardError) as caught:
-        reshard.convert(source, place / "out", **asked)
-    assert not (place / "out").exists()
-    return caught.value
+refused = partial(refused_conversion, reshard.convert, to="dcp", progress=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -162,7 +159,7 @@ def test_groups_that_the_rule_does_not_explain_are_refused_but_for_weights(
 ) -> None:
     source = saved(tmp_path, common=common)
     for target in ({"to": "zero", "zero_stage": 1, "dp": 2}, {"to": "dcp"}, {"to": "universal"}):
-        error = refused(source, tmp_path, **target)
+        error = refused(source, tmp_path / "out", **target)
         assert error.code == "checkpoint.ambiguous"
         assert says in error.message
     assert masters(source, tmp_path)
@@ -189,7 +186,7 @@ def _of_type(kind: str) -> dict[str, Any]:
 def test_an_optimizer_in_vectors_without_its_object_is_refused(tmp_path: Path) -> None:
     source = _with_bytes(saved(tmp_path), "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1")
     for target in ({"to": "dcp"}, {"to": "zero", "zero_stage": 1, "dp": 2}):
-        error = refused(source, tmp_path, **target)
+        error = refused(source, tmp_path / "out", **target)
         assert (error.code, "no object `optimizer`" in error.message) == ("checkpoint.incomplete", True)
 
 
@@ -277,7 +274,7 @@ def test_a_damaged_save_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     damage, code = HOSTILE[kind]
     source = saved(tmp_path)
     damage(source)
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert error.code == code, error
 
 
@@ -285,14 +282,14 @@ def test_masters_of_other_weights_are_named(tmp_path: Path) -> None:
     held = entries(small_model())
     key = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
     held[key] = held[key].roll(1, dims=0)
-    error = refused(saved(tmp_path, held), tmp_path)
+    error = refused(saved(tmp_path, held), tmp_path / "out")
     assert error.code == "checkpoint.damaged"
     assert error.details["parameters"] == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(LAYERS)]
 
 
 def test_damaged_is_for_megatrons_checkpoints(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3, 2)}, tmp_path / "model.pt")
-    error = refused(tmp_path / "model.pt", tmp_path, to="safetensors", damaged="drop-optimizer")
+    error = refused(tmp_path / "model.pt", tmp_path / "out", to="safetensors", damaged="drop-optimizer")
     assert error.code == "request.invalid"
     assert "leave it out" in (error.fix or "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
+from house.conversions import refused_conversion
 from house.megatron_runs import EMBEDDING, OUTPUT, PAIR, MegatronRun
 from house.megatron_saves import as_bridge_saves
 from oracle.whole_tensors import named, whole
@@ -92,7 +94,7 @@ def test_a_configuration_that_is_none_leaves_the_places_open(tmp_path: Path) -> 
     as_bridge_saves(place)
     for text in ("model: [1]", "model: &a {num_layers: 4}\nddp: *a", "model: {num_layers: 4", "7"):
         (place / "run_config.yaml").write_text(text)
-        error = refused(place, tmp_path)
+        error = refused(place, tmp_path / "out")
         assert error.code == "checkpoint.ambiguous"
         result = reshard.convert(place, tmp_path / f"weights_{len(text)}", to="safetensors", progress=False)
         assert any("its arguments are not read" in n.reason for n in result.not_carried)
@@ -152,7 +154,7 @@ def test_groups_of_another_rule_are_refused(tmp_path: Path) -> None:
         inner = state["optimizer"]["optimizer"]
         inner["param_groups"][1]["params"].append(inner["param_groups"][0]["params"].pop())
 
-    error = refused(save_plain(MegatronRun(), tmp_path / "run", move), tmp_path)
+    error = refused(save_plain(MegatronRun(), tmp_path / "run", move), tmp_path / "out")
     assert error.code == "checkpoint.ambiguous"
     assert "param groups of" in str(error)
 
@@ -160,11 +162,7 @@ def test_groups_of_another_rule_are_refused(tmp_path: Path) -> None:
 # Files that lie. Each is refused by name; weights stay readable where only the optimizer is in doubt.
 
 
-def refused(source: Path, place: Path) -> ReshardError:
-    with pytest.raises(ReshardError) as caught:
-        reshard.convert(source, place / "out", to="dcp", progress=False)
-    assert not (place / "out").exists()
-    return caught.value
+refused = partial(refused_conversion, reshard.convert, to="dcp", progress=False)
 
 
 def weights_are_right(run: MegatronRun, source: Path, place: Path) -> None:
@@ -240,7 +238,7 @@ def test_a_changed_optimizer_file_is_refused(case: str, tmp_path: Path) -> None:
     source = run.save_legacy(tmp_path / "run")
     change, code, said = OPTIMIZERS[case]
     edited(source / "mp_rank_00_000" / "distrib_optim.pt", change)
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert (error.code, said in str(error)) == (code, True), error
     if code == "checkpoint.ambiguous":
         weights_are_right(run, source, tmp_path)
@@ -342,7 +340,7 @@ def test_a_changed_model_file_is_refused(case: str, tmp_path: Path) -> None:
     source = MegatronRun(tensor=2).save_legacy(tmp_path / "run")
     for folder in sorted(source.iterdir())[0 if everywhere else 1 :]:
         edited(folder / "model_optim_rng.pt", change)
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert (error.code, said in str(error)) == (code, True), error
 
 
@@ -353,7 +351,7 @@ def test_a_copy_of_the_embedding_that_differs_is_refused(tmp_path: Path) -> None
         state["model"][OUTPUT][0] += 1
 
     edited(source / "mp_rank_00_001" / "model_optim_rng.pt", change)
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert error.code == "checkpoint.disagreement"
     assert EMBEDDING in str(error)
 
@@ -371,14 +369,14 @@ def test_a_lost_rank_is_named(lost: str, code: str, tmp_path: Path) -> None:
     source = MegatronRun(tensor=2, pipeline=2).save_legacy(tmp_path / "run")
     path = source / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert (error.code, lost.partition("/")[0] in str(error)) == (code, True), error
 
 
 def test_directories_of_two_runs_are_refused(tmp_path: Path) -> None:
     source = MegatronRun(tensor=2).save_legacy(tmp_path / "run")
     shutil.copytree(source / "mp_rank_01", source / "mp_rank_02")
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert (error.code, "mp_rank_02" in str(error)) == ("checkpoint.mixed", True)
 
 
@@ -392,14 +390,14 @@ def test_the_digits_of_an_expert_rank_are_no_stage(tmp_path: Path) -> None:
 
     for folder in source.iterdir():
         edited(folder / "model_optim_rng.pt", change)
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert (error.code, "2 experts" in str(error)) == ("checkpoint.mixed", True)
 
 
 def test_a_tracker_that_names_no_iteration_offers_those_that_are_there(tmp_path: Path) -> None:
     MegatronRun().save_legacy(tmp_path / "run")
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("8")
-    error = refused(tmp_path / "run", tmp_path)
+    error = refused(tmp_path / "run", tmp_path / "out")
     assert "--tag iter_0000007" in error.fix
 
 
@@ -466,7 +464,7 @@ def test_changed_metadata_are_refused(case: str, tmp_path: Path) -> None:
     change, code, said = METADATA[case]
     source = MegatronRun(tensor=2).save_torch_dist(tmp_path / "run")
     metadata_of(source, change)
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert (error.code, said in str(error)) == (code, True), error
 
 
@@ -493,7 +491,7 @@ def test_arguments_of_another_run_are_refused(case: str, tmp_path: Path) -> None
             setattr(common["args"], name, value)
 
     edited(source / "common.pt", change)
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert (error.code, words in str(error)) == ("checkpoint.ambiguous", True), error
     weights_are_right(run, source, tmp_path)
 
@@ -502,5 +500,5 @@ def test_masters_of_another_run_are_refused(tmp_path: Path) -> None:
     one, other = MegatronRun(tensor=2), MegatronRun(tensor=2, seed=4)
     source, second = one.save_torch_dist(tmp_path / "one"), other.save_torch_dist(tmp_path / "other")
     shutil.copy(second / "__1_0.distcp", source / "__1_0.distcp")
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "out")
     assert error.code == "checkpoint.damaged"

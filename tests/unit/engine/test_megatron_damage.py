@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import reshard
+from house.conversions import refused_conversion
 from house.megatron_damage import ShiftedRun, lost_elements
 from house.megatron_runs import MegatronRun
 from oracle.whole_tensors import named, whole
-from reshard.errors import RequestError, ReshardError, SourceError
+from reshard.errors import RequestError, SourceError
 
 REPAIR: dict[str, Any] = {"damaged": "repair-with-zeros"}
 RUN = ShiftedRun(bucket=300, tensor=2)
@@ -35,11 +37,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return {k.replace("/model", "/fp32"): v for k, v in named(whole(folder)).items() if not k.endswith("/step")}
 
 
-def refused(source: Path, tmp_path: Path, **options: Any) -> ReshardError:
-    with pytest.raises(ReshardError) as caught:
-        convert(source, tmp_path / "refused", **options)
-    assert not (tmp_path / "refused").exists()
-    return caught.value
+refused = partial(refused_conversion, convert)
 
 
 def marked(result: Any, shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -69,7 +67,7 @@ def judge(run: ShiftedRun, place: Path) -> None:
         convert(source, place / "taken")
         assert all(torch.equal(value, wanted[key]) for key, value in read(place / "taken").items())
         return
-    error = refused(source, place)
+    error = refused(source, place / "refused")
     assert isinstance(error, SourceError)
     assert (error.code, set(error.details["parameters"])) == ("checkpoint.damaged", wrong)
     assert "--damaged repair" in (error.fix or "")
@@ -188,7 +186,7 @@ def wrong_bucket_size(place: Path) -> Path:
 def test_masters_that_no_shift_explains_are_not_repaired(make: Any, tmp_path: Path) -> None:
     source = make(tmp_path / "run")
     for options in ({}, REPAIR):
-        error = refused(source, tmp_path, **options)
+        error = refused(source, tmp_path / "refused", **options)
         assert error.code == "checkpoint.damaged"
         assert "not the states that Megatron-core shifts" in error.message
         assert "--damaged drop-optimizer" in (error.fix or "")
@@ -205,7 +203,7 @@ def test_one_wrong_element_of_a_repaired_master_is_found(tmp_path: Path) -> None
     moments = torch.cat([RUN.cut_out("exp_avg", right=False)[name][rank] for rank in (0, 1)], dim=1)
     where = tuple((moments.reshape(-1) > 0).reshape(moments.shape).nonzero()[-1].tolist())
     slices[where] += 1.0
-    error = refused(RUN.save(tmp_path / "run", change={f"{name}/param": slices}), tmp_path, **REPAIR)
+    error = refused(RUN.save(tmp_path / "run", change={f"{name}/param": slices}), tmp_path / "refused", **REPAIR)
     assert error.code == "checkpoint.damaged"
     assert len(error.details["parameters"]) == 1
     assert "1 differs" in error.message
@@ -216,23 +214,23 @@ def test_masters_that_fit_every_layout_choose_none(tmp_path: Path) -> None:
     """Norms before or behind the matrix that follows: all masters are ones, and either order explains the file."""
     run = ShiftedRun(hidden=64, layers=1, bucket=64, flat=True, said={"transformer_impl": None})
     source = run.save(tmp_path / "run")
-    error = refused(source, tmp_path, **REPAIR)
+    error = refused(source, tmp_path / "refused", **REPAIR)
     assert error.code == "checkpoint.damaged"
     assert "2 layouts of the buffer" in error.message
 
 
 def test_arguments_that_say_no_layout_are_refused(tmp_path: Path) -> None:
     source = replace(RUN, said={"tensor_model_parallel_size": None}).save(tmp_path / "run")
-    error = refused(source, tmp_path, **REPAIR)
+    error = refused(source, tmp_path / "refused", **REPAIR)
     assert "do not say its tensor and pipeline parallelism" in error.message
-    error = refused(source, tmp_path)
+    error = refused(source, tmp_path / "refused")
     assert "the buffers of the run are not known" in error.message
     assert "--damaged drop-optimizer" in (error.fix or "")
 
 
 def test_lost_moments_are_zeros_only_if_the_request_says_so(tmp_path: Path) -> None:
     source = RUN.save(tmp_path / "run")
-    error = refused(source, tmp_path, damaged="repair")
+    error = refused(source, tmp_path / "refused", damaged="repair")
     assert isinstance(error, RequestError)
     assert (error.code, "--damaged repair-with-zeros" in (error.fix or "")) == ("request.unsatisfiable", True)
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
+from house.conversions import convert
 from house.expected import raised
 from house.repository import ROOT
-from house.requests import asked
 from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, ConvertResult
-from reshard.options import SourceSpec
+from reshard.models.jobs import ConvertResult
 
 SOURCE = ROOT / "tests" / "data" / "zero2_tiny"
 
@@ -33,12 +32,8 @@ def files(tmp_path: Path) -> Path:
     return folder
 
 
-def _convert(
-    files: Path | str, target: Path, to: TargetFormat = TargetFormat.SAFETENSORS, **more: Any
-) -> ConvertResult:
-    spec = SourceSpec(url=str(SOURCE))
-    request = asked(source=spec, target=str(target), to=to, model_files=str(files), **more)
-    return load_engine().convert(request)
+def _convert(files: Path | str, target: Path, to: str = "safetensors", **more: Any) -> ConvertResult:
+    return convert(SOURCE, target, to, model_files=str(files), **more)
 
 
 @pytest.mark.parametrize("to", [TargetFormat.SAFETENSORS, TargetFormat.TORCH])
@@ -59,16 +54,9 @@ def test_they_lie_beside_the_weights(
 
 def test_the_type_is_that_of_the_weights_as_stored(files: Path, tmp_path: Path) -> None:
     """Without a wanted type a source without masters keeps its own, which the configuration may not know."""
-    load_engine().convert(
-        ConvertRequest(
-            source=SourceSpec(url=str(SOURCE)), target=str(tmp_path / "bf16"), to=TargetFormat.TORCH, dtype="bf16"
-        )
-    )
-    spec = SourceSpec(url=str(tmp_path / "bf16"))
+    convert(SOURCE, tmp_path / "bf16", "torch", dtype="bf16")
     out = tmp_path / "out"
-    load_engine().convert(
-        ConvertRequest(source=spec, target=str(out), to=TargetFormat.SAFETENSORS, model_files=str(files))
-    )
+    convert(tmp_path / "bf16", out, "safetensors", model_files=str(files))
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 

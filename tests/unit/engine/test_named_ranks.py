@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import reshard
+from house.conversions import refused_conversion
 from laws.dcp_files import Sharded
 from laws.rank_files import FSDP1, ROWS, Placements, World, numbers, of_rank
 from oracle.whole_tensors import named, whole
@@ -83,10 +84,10 @@ def inspect(source: Path, pattern: str = PATTERN, **options: Any) -> Inspection:
 
 
 def refused(source: Path, pattern: str | None = PATTERN, **options: Any) -> ReshardError:
-    with pytest.raises((SourceError, RequestError)) as caught:
-        reshard.convert(source, source.parent / "no", to="universal", rank_files=pattern, progress=False, **options)
-    assert not (source.parent / "no").exists()
-    return caught.value
+    options |= {"to": "universal", "rank_files": pattern, "progress": False}
+    error = refused_conversion(reshard.convert, source, source.parent / "no", **options)
+    assert isinstance(error, SourceError | RequestError)
+    return error
 
 
 def assert_right(out: Path, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> State:

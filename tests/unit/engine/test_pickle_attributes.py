@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from house.expected import raised
 from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError
 from reshard_engine.pickles.emit import emit_pickle
@@ -37,9 +38,7 @@ def _parse(code: bytes, policy: OpaquePolicy = OpaquePolicy.REFUSE, **limits: in
 
 
 def _refused(code: bytes, policy: OpaquePolicy = OpaquePolicy.REFUSE, **limits: int) -> str:
-    with pytest.raises(ReshardError) as caught:
-        _parse(code, policy, **limits)
-    return caught.value.code
+    return raised(ReshardError, _parse, code, policy, **limits).code
 
 
 def test_the_enums_of_the_table_are_on_the_allow_list() -> None:
