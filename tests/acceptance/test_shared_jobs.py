@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from checkpoints import write_zero_checkpoint
 
+from house.conversions import convert
 from house.measured import say
-from house.requests import asked
+from house.sources import zero_source
 from house.waiting import wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
-from reshard.local import load_engine
 from reshard.models.jobs import Job
-from reshard.options import SourceSpec
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.process import ServerProcess
 from servers.proxy import LoggingProxy, logging_proxy
@@ -31,20 +29,15 @@ OPTIONS = {"to": TargetFormat.SAFETENSORS, "part_bytes": PART_BYTES, "threads": 
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-2 checkpoint of two ranks."""
-    directory = tmp_path_factory.mktemp("shared") / "run"
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=2)
-    return directory
+source = zero_source(PARAMETERS, stage=2)
+"""A ZeRO-2 checkpoint of two ranks."""
 
 
 @pytest.fixture(scope="module")
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What one process writes alone."""
     target = tmp_path_factory.mktemp("expected") / "target"
-    request = asked(source=SourceSpec(url=str(source)), target=str(target), **OPTIONS)
-    load_engine().convert(request)
+    convert(source, target, **OPTIONS)
     return {p.name: p.read_bytes() for p in target.iterdir() if p.name != MANIFEST_NAME}
 
 

@@ -20,17 +20,15 @@ from pathlib import Path
 import psutil
 import pytest
 import redis as redis_client
-from checkpoints import write_zero_checkpoint
 
+from house.conversions import convert
 from house.measured import say
-from house.requests import asked
+from house.sources import zero_source
 from house.waiting import wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import Job
-from reshard.options import SourceSpec
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.postgres import PostgresServer
 from servers.process import ServerProcess
@@ -121,11 +119,7 @@ def slowly(method: str, target: str) -> float:
     return 0.3 if method == "PUT" and "partNumber" in target else 0.0
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("chaos") / "run"
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=2)
-    return directory
+source = zero_source(PARAMETERS, stage=2)
 
 
 @pytest.fixture
@@ -154,7 +148,7 @@ def site(
 
 def test_every_byte_is_right_and_nothing_stays(site: Site, source: Path, tmp_path: Path) -> None:
     expected = tmp_path / "expected"
-    load_engine().convert(asked(source=SourceSpec(url=str(source)), target=str(expected), **OPTIONS))
+    convert(source, expected, **OPTIONS)
     wanted = {p.name: p.read_bytes() for p in expected.iterdir() if p.name != MANIFEST_NAME}
     shutil.rmtree(expected)
     places = [f"s3://{site.bucket}/out{n}" if n % 2 else str(site.targets / f"out{n}") for n in range(JOBS)]

@@ -12,35 +12,27 @@ from typing import Any
 import pytest
 import torch
 
+from house.conversions import convert
 from house.expected import raised
-from house.requests import asked
+from house.sources import copied_source
 from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 
-DATA = Path(__file__).parent.parent / "data"
 OPTIM_1 = "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL_0 = "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A copy of the real ZeRO-3 checkpoint that a test may damage."""
-    return Path(shutil.copytree(DATA / "zero3_tiny", tmp_path / "source"))
-
-
-def _convert(source: Path | str, target: Path | str, **options: Any) -> None:
-    options.setdefault("to", TargetFormat.UNIVERSAL)
-    tag = options.pop("tag", None)
-    load_engine().convert(asked(source=SourceSpec(url=str(source), tag=tag), target=str(target), **options))
+source = copied_source("zero3_tiny")
+"""A copy of the real ZeRO-3 checkpoint that a test may damage."""
 
 
 def _refused(source: Path | str, target: Path, **options: Any) -> ReshardError:
     """The error of a conversion, after checking that it left nothing behind."""
     before = sorted(p.name for p in target.parent.iterdir()) if target.parent.exists() else []
-    error = raised(ReshardError, _convert, source, target, **options)
+    error = raised(ReshardError, convert, source, target, **options)
     after = sorted(p.name for p in target.parent.iterdir()) if target.parent.exists() else []
     assert after == before, "a refused conversion left files"
     assert error.fix, f"{error.code} says no fix"
@@ -82,12 +74,12 @@ def test_latest_points_nowhere(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["../../etc", "/etc", "a/../b", "", "global_step3\nglobal_step4", "x\0y"])
 def test_latest_is_no_name(source: Path, tmp_path: Path, text: str) -> None:
     (source / "latest").write_text(text)
-    assert raised(ReshardError, _convert, source, tmp_path / "out").code == "checkpoint.bad_latest"
+    assert raised(ReshardError, convert, source, tmp_path / "out").code == "checkpoint.bad_latest"
 
 
 def test_latest_is_huge(source: Path, tmp_path: Path) -> None:
     (source / "latest").write_bytes(b"a" * 100_000)
-    assert raised(ReshardError, _convert, source, tmp_path / "out").code == "checkpoint.bad_latest"
+    assert raised(ReshardError, convert, source, tmp_path / "out").code == "checkpoint.bad_latest"
 
 
 def test_unknown_tag(source: Path, tmp_path: Path) -> None:
@@ -133,21 +125,21 @@ def test_target_exists(source: Path, tmp_path: Path) -> None:
     assert _refused(source, target, overwrite=True).code == "request.target_exists"
     assert (target / "precious.txt").read_text() == "mine", "--overwrite removes checkpoints and our outputs only"
     (target / "precious.txt").unlink()
-    _convert(source, target)
-    _convert(source, target, to=TargetFormat.SAFETENSORS, overwrite=True)
+    convert(source, target)
+    convert(source, target, to=TargetFormat.SAFETENSORS, overwrite=True)
     assert sorted(p.name for p in target.iterdir()) == ["model.safetensors", "reshard.json"]
     assert not (tmp_path / "latest_universal").exists(), "it would name a target of another kind"
     assert load_engine().verify(str(target)).ok
 
 
 def test_target_inside_source(source: Path, tmp_path: Path) -> None:
-    assert raised(ReshardError, _convert, source, source / "global_step3" / "out").code == "request.overlap"
-    assert raised(ReshardError, _convert, source, source).code == "request.overlap"
+    assert raised(ReshardError, convert, source, source / "global_step3" / "out").code == "request.overlap"
+    assert raised(ReshardError, convert, source, source).code == "request.overlap"
 
 
 def test_target_that_cannot_be_written(source: Path) -> None:
-    assert raised(ReshardError, _convert, source, "memory://bucket/out").code == "request.unknown_scheme"
-    assert raised(ReshardError, _convert, "nosuchscheme://x/y", "/nowhere/out").code == "request.unknown_scheme"
+    assert raised(ReshardError, convert, source, "memory://bucket/out").code == "request.unknown_scheme"
+    assert raised(ReshardError, convert, "nosuchscheme://x/y", "/nowhere/out").code == "request.unknown_scheme"
 
 
 def test_budget_too_small(source: Path, tmp_path: Path) -> None:
@@ -192,11 +184,11 @@ def test_pickle_that_names_os_system(source: Path, tmp_path: Path) -> None:
 def test_opaque_objects_are_dropped_or_kept_as_asked(source: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     _edit(source / MODEL_0, lambda v: v.update(extra=_Evil(marker), other=3))
-    _convert(source, tmp_path / "dropped", opaque=OpaquePolicy.DROP)
+    convert(source, tmp_path / "dropped", opaque=OpaquePolicy.DROP)
     dropped = torch.load(tmp_path / "dropped" / "mp_rank_00_model_states.pt", weights_only=True)
     assert dropped["extra"] is None
     assert dropped["other"] == 3
-    _convert(source, tmp_path / "kept", opaque=OpaquePolicy.KEEP)
+    convert(source, tmp_path / "kept", opaque=OpaquePolicy.KEEP)
     assert b"posix" in (tmp_path / "kept" / "mp_rank_00_model_states.pt").read_bytes()
     assert "posix.system" in (tmp_path / "kept" / "reshard.json").read_text()
     assert not marker.exists()
@@ -226,7 +218,7 @@ def test_truncated_legacy_file(source: Path, tmp_path: Path) -> None:
     data = (source / OPTIM_1).read_bytes()
     for length in (1, 50, 400, len(data) // 2, len(data) - 1):
         (source / OPTIM_1).write_bytes(data[:length])
-        error = raised(ReshardError, _convert, source, tmp_path / "out")
+        error = raised(ReshardError, convert, source, tmp_path / "out")
         assert error.code in {"pickle.truncated", "checkpoint.incomplete", "source.unknown_kind"}, length
 
 
@@ -277,7 +269,7 @@ def test_source_that_changes_during_the_run(source: Path, tmp_path: Path) -> Non
 
 
 def test_damaged_output_is_found(source: Path, tmp_path: Path) -> None:
-    _convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out")
     engine = load_engine()
     assert engine.verify(str(tmp_path / "out")).ok
     path = tmp_path / "out" / "zero" / "embed.weight" / "exp_avg.pt"

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from house.conversions import convert
+from house.sources import copied_source
 from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
@@ -24,18 +26,11 @@ from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import rewrite
 from reshard_engine.pickles.vm import parse_pickle
 
-DATA = Path(__file__).parent.parent / "data"
 LIMITS = PickleLimits(opcodes=200_000)
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A copy of the real ZeRO-2 checkpoint."""
-    return Path(shutil.copytree(DATA / "zero2_tiny", tmp_path / "in" / "source"))
-
-
-def _convert(source: Path, target: Path, to: TargetFormat = TargetFormat.UNIVERSAL) -> None:
-    load_engine().convert(ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), to=to))
+source = copied_source("zero2_tiny", "in/source")
+"""A copy of the real ZeRO-2 checkpoint."""
 
 
 def _code(work: Callable[[], object]) -> str:
@@ -61,7 +56,7 @@ def test_optimizer_state_names_never_become_paths(source: Path, tmp_path: Path, 
 
     _edit_ranks(source, rename)
     before = sorted(tmp_path.rglob("*"))
-    assert _code(lambda: _convert(source, tmp_path / "out" / "deep" / "u")) == "name.invalid"
+    assert _code(lambda: convert(source, tmp_path / "out" / "deep" / "u")) == "name.invalid"
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -73,14 +68,14 @@ def test_parameter_names_that_cannot_be_files(source: Path, tmp_path: Path, name
     value["param_shapes"] = [OrderedDict((names.get(k, k), v) for k, v in value["param_shapes"][0].items())]
     value["module"] = OrderedDict((names.get(k, k), v) for k, v in value["module"].items())
     torch.save(value, path)
-    assert _code(lambda: _convert(source, tmp_path / "out")) == "name.invalid"
+    assert _code(lambda: convert(source, tmp_path / "out")) == "name.invalid"
 
 
 @pytest.mark.parametrize("count", [2_000_000_000, 1 << 70, 0, -1])
 def test_world_sizes_that_nobody_has(source: Path, tmp_path: Path, count: int) -> None:
     _edit_ranks(source, lambda state: state.update(partition_count=[count]))
     expected = "checkpoint.too_large" if count > 0 else "checkpoint.malformed"
-    assert _code(lambda: _convert(source, tmp_path / "out")) == expected
+    assert _code(lambda: convert(source, tmp_path / "out")) == expected
 
 
 def test_a_rank_beyond_all_ranks(source: Path, tmp_path: Path) -> None:
@@ -89,7 +84,7 @@ def test_a_rank_beyond_all_ranks(source: Path, tmp_path: Path) -> None:
         files / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
         files / "bf16_zero_pp_rank_99999999_mp_rank_00_optim_states.pt",
     )
-    assert _code(lambda: _convert(source, tmp_path / "out")) == "checkpoint.too_large"
+    assert _code(lambda: convert(source, tmp_path / "out")) == "checkpoint.too_large"
 
 
 def _stage0(directory: Path, module: dict[str, torch.Tensor], optimizer: object) -> Path:
@@ -115,16 +110,16 @@ def test_masters_that_do_not_fit_the_groups(tmp_path: Path) -> None:
     inner = {"state": {}, "param_groups": [{"params": [0, 1]}]}
     short = {"fp32_groups": [[torch.ones(3)]], "optimizer_state_dict": inner}
     source = _stage0(tmp_path / "short", weights, short)
-    assert _code(lambda: _convert(source, tmp_path / "out")) == "checkpoint.malformed"
+    assert _code(lambda: convert(source, tmp_path / "out")) == "checkpoint.malformed"
     twice = {"state": {}, "param_groups": [{"params": [0]}, {"params": [0]}]}
     source = _stage0(tmp_path / "twice", weights, twice)
-    assert _code(lambda: _convert(source, tmp_path / "out")) == "checkpoint.malformed"
+    assert _code(lambda: convert(source, tmp_path / "out")) == "checkpoint.malformed"
 
 
 def test_states_of_another_shape_than_the_parameter(tmp_path: Path) -> None:
     state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(2)}}
     source = _stage0(tmp_path / "in", {"a": torch.ones(3)}, {"state": state, "param_groups": [{"params": [0]}]})
-    assert _code(lambda: _convert(source, tmp_path / "out")) == "checkpoint.malformed"
+    assert _code(lambda: convert(source, tmp_path / "out")) == "checkpoint.malformed"
 
 
 def test_tensors_over_one_storage_are_tied_only_if_they_are_the_same(tmp_path: Path) -> None:
@@ -132,7 +127,7 @@ def test_tensors_over_one_storage_are_tied_only_if_they_are_the_same(tmp_path: P
     line = torch.arange(8.0)
     module = {"a": base, "turned": base.t(), "same": base, "low": line[:4], "even": line[::2]}
     source = _stage0(tmp_path / "in", module, None)
-    _convert(source, tmp_path / "out", TargetFormat.TORCH)
+    convert(source, tmp_path / "out", TargetFormat.TORCH)
     found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     for name, expected in module.items():
         assert torch.equal(found[name], expected), name

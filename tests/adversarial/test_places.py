@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 
+from house.conversions import convert
 from house.requests import asked
+from house.sources import copied_source
 from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.storage.urls import canonical_url, is_within
 
-DATA = Path(__file__).parent.parent / "data"
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A copy of the real ZeRO-3 checkpoint."""
-    return Path(shutil.copytree(DATA / "zero3_tiny", tmp_path / "real"))
+source = copied_source("zero3_tiny", "real")
+"""A copy of the real ZeRO-3 checkpoint."""
 
 
 def _request(source: Path | str, target: Path | str, **options: Any) -> ConvertRequest:
@@ -30,13 +27,9 @@ def _request(source: Path | str, target: Path | str, **options: Any) -> ConvertR
     return asked(source=SourceSpec(url=str(source)), target=str(target), **options)
 
 
-def _convert(source: Path | str, target: Path | str, **options: Any) -> ConvertResult:
-    return load_engine().convert(_request(source, target, **options))
-
-
 def _code(source: Path | str, target: Path | str, **options: Any) -> str:
     with pytest.raises(ReshardError) as caught:
-        _convert(source, target, **options)
+        convert(source, target, **options)
     assert caught.value.fix
     return caught.value.code
 
@@ -57,7 +50,7 @@ def test_a_tag_directory_that_is_a_link_elsewhere(source: Path, tmp_path: Path) 
     moved = Path(shutil.move(source / "global_step3", tmp_path / "elsewhere" / "tag"))
     (source / "global_step3").symlink_to(moved)
     assert _code(source, moved, to=TargetFormat.SAFETENSORS, overwrite=True) == "request.overlap"
-    assert load_engine().verify(_convert(source, tmp_path / "out").target).ok
+    assert load_engine().verify(convert(source, tmp_path / "out").target).ok
 
 
 def test_overwrite_leaves_alone_what_is_no_checkpoint(
@@ -80,7 +73,7 @@ def test_overwrite_leaves_alone_what_is_no_checkpoint(
 def test_a_target_that_is_a_link_to_an_empty_directory(source: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
-    result = _convert(source, tmp_path / "link")
+    result = convert(source, tmp_path / "link")
     assert result.target == str(tmp_path / "empty")
     assert load_engine().verify(str(tmp_path / "link")).ok
 
@@ -88,9 +81,9 @@ def test_a_target_that_is_a_link_to_an_empty_directory(source: Path, tmp_path: P
 def test_dangling_links_hide_nothing(source: Path, tmp_path: Path) -> None:
     (source / "old").symlink_to("/nonexistent/old")
     (source / "global_step3" / "old.pt").symlink_to("/nonexistent/old.pt")
-    _convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out")
     (tmp_path / "out" / "broken").symlink_to("/nonexistent/x")
-    assert _convert(source, tmp_path / "out").already_done
+    assert convert(source, tmp_path / "out").already_done
 
 
 def test_parents_that_cannot_hold_a_target(source: Path, tmp_path: Path) -> None:
@@ -101,18 +94,18 @@ def test_parents_that_cannot_hold_a_target(source: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("content", [b"{}", b"not json", b'{"schema_version": 99}', b"\xff\xfe"])
 def test_a_damaged_manifest_does_not_block_overwriting(source: Path, tmp_path: Path, content: bytes) -> None:
-    _convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out")
     (tmp_path / "out" / "reshard.json").write_bytes(content)
     assert _code(source, tmp_path / "out") == "request.target_exists"
-    assert not _convert(source, tmp_path / "out", overwrite=True).already_done
+    assert not convert(source, tmp_path / "out", overwrite=True).already_done
     assert load_engine().verify(str(tmp_path / "out")).ok
 
 
 def test_already_done_whatever_the_grain_and_the_name(source: Path, tmp_path: Path) -> None:
-    _convert(source, tmp_path / "out")
-    assert _convert(source, tmp_path / "out", part_bytes=1 << 12).already_done
-    assert _convert(source, tmp_path / "out", memory_limit_bytes=1 << 22).already_done
-    assert _convert(source / "global_step3", tmp_path / "out").already_done
+    convert(source, tmp_path / "out")
+    assert convert(source, tmp_path / "out", part_bytes=1 << 12).already_done
+    assert convert(source, tmp_path / "out", memory_limit_bytes=1 << 22).already_done
+    assert convert(source / "global_step3", tmp_path / "out").already_done
     assert _code(source, tmp_path / "out", exclude_frozen=True) == "request.target_exists"
 
 
@@ -131,7 +124,7 @@ def test_staged_bytes_are_read_again_before_they_are_trusted(source: Path, tmp_p
     staged[0].write_bytes(bytes(data))
     staged[1].unlink()
     staged[2].write_bytes(staged[2].read_bytes()[:-1])
-    result = _convert(source, target, part_bytes=2_000, threads=1)
+    result = convert(source, target, part_bytes=2_000, threads=1)
     assert 0 < result.resumed_bytes < result.write_bytes
     assert load_engine().verify(str(target)).ok
 

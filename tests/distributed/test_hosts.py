@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints import write_zero_checkpoint
 
 from distributed.test_workers import contents, numbered, plain, result, strays
 from house.measured import say
+from house.sources import zero_source
 from reshard.local import load_engine
 from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.storage.texts import FileTexts
@@ -39,11 +39,7 @@ NAMESPACES = (
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("source") / "run"
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=2)
-    return directory
+source = zero_source(PARAMETERS, stage=2)
 
 
 def namespaces_work() -> bool:

@@ -11,6 +11,7 @@ import pytest
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
+from house.sources import zero_source
 from reshard.api.wire import convert_request
 from reshard.options import SourceSpec
 from reshard_engine.distributed.claimed_runs import HeldRun
@@ -34,11 +35,7 @@ PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(24)] + [("embed.w
 TARGETS: dict[str, dict[str, object]] = {"universal": {}, "zero": {"dp": 3}, "safetensors": {}, "torch": {}}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("runs") / "run"
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=2)
-    return directory
+source = zero_source(PARAMETERS, stage=2)
 
 
 @pytest.mark.parametrize("most", [1, 4, 512])

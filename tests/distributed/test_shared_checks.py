@@ -18,6 +18,7 @@ from distributed import many
 from distributed.many import Ended, convert_together
 from distributed.test_workers import contents, strays
 from house.measured import say
+from house.sources import zero_source
 from reshard.api.wire import convert_request
 from reshard.errors import SourceError
 from reshard.local import load_engine
@@ -40,12 +41,8 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-2 checkpoint of twelve ranks with 18 MB."""
-    directory = tmp_path_factory.mktemp("source") / "run"
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=12)
-    return directory
+source = zero_source(PARAMETERS, stage=2, ranks=12)
+"""A ZeRO-2 checkpoint of twelve ranks with 18 MB."""
 
 
 @pytest.fixture(scope="module")

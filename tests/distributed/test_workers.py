@@ -17,6 +17,7 @@ import pytest
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
+from house.sources import zero_source
 from house.tiers import rest_full
 from reshard.local import load_engine
 from reshard_engine.integrity.manifest import MANIFEST_NAME
@@ -31,12 +32,8 @@ TARGETS = {
 }
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-2 checkpoint of two ranks with 33 MB."""
-    directory = tmp_path_factory.mktemp("source") / "run"
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=2)
-    return directory
+source = zero_source(PARAMETERS, stage=2)
+"""A ZeRO-2 checkpoint of two ranks with 33 MB."""
 
 
 def start(

@@ -17,14 +17,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from checkpoints import write_zero_checkpoint
 
+from house.conversions import convert
 from house.measured import say
+from house.sources import zero_source
 from reshard.api.client import Client
-from reshard.choices import JobState, TargetFormat
+from reshard.choices import JobState
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
-from reshard.options import SourceSpec
 from servers.process import ServerProcess
 from servers.proxy import logging_proxy
 from servers.stack import Stack, client_of, end_tree, runners_of, tree_of
@@ -106,22 +105,15 @@ class Range:
         return True
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-3 checkpoint of 20 MB; its largest atoms are two parts each."""
-    directory = tmp_path_factory.mktemp("kills") / "run"
-    write_zero_checkpoint(directory, PARAMETERS, stage=3, ranks=2)
-    return directory
+source = zero_source(PARAMETERS, stage=3)
+"""A ZeRO-3 checkpoint of 20 MB; its largest atoms are two parts each."""
 
 
 @pytest.fixture(scope="module")
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What an undisturbed local conversion writes."""
     target = tmp_path_factory.mktemp("expected") / TAG
-    request = ConvertRequest(
-        source=SourceSpec(url=str(source)), target=str(target), to=TargetFormat.UNIVERSAL, part_bytes=PART_BYTES
-    )
-    load_engine().convert(request)
+    convert(source, target, part_bytes=PART_BYTES)
     files = {f"{TAG}/{p.relative_to(target)}": p.read_bytes() for p in target.rglob("*") if p.is_file()}
     return {**files, "latest_universal": TAG.encode()}
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
-from checkpoints import write_zero_checkpoint
 
 from faults.shared_chaos import TARGETS, Store, Tally, a_service, contents, convert_in_turmoil, expectations
 from house.measured import say
+from house.sources import zero_source
 from servers.faulty import faulty_proxy
 from servers.postgres import PostgresServer
 from servers.s3 import S3Server
@@ -28,12 +28,8 @@ LENGTHS = [SHORT, pytest.param(LONG, marks=[pytest.mark.nightly, pytest.mark.tim
 pytestmark = pytest.mark.timeout(280)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-2 checkpoint of two ranks."""
-    directory = tmp_path_factory.mktemp("chaos") / "run"
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=2)
-    return directory
+source = zero_source(PARAMETERS, stage=2)
+"""A ZeRO-2 checkpoint of two ranks."""
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import gpt_parameters, write_zero_checkpoint
+from checkpoints import gpt_parameters
 
 from house.expected import raised
 from house.requests import asked
+from house.sources import zero_source
 from house.tiers import rest_full
 from house.waiting import at_once
 from reshard.choices import TargetFormat, WeightDtype
@@ -33,12 +34,8 @@ from servers.stores import ObjectServer
 PART_BYTES = 5 << 20
 
 
-@pytest.fixture(scope="module")
-def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-3 checkpoint of 2 ranks and about 70 MB."""
-    directory = tmp_path_factory.mktemp("big")
-    write_zero_checkpoint(directory / "save", gpt_parameters(256, 2, 16_000), stage=3, ranks=2)
-    return directory / "save"
+big = zero_source(gpt_parameters(256, 2, 16_000), stage=3)
+"""A ZeRO-3 checkpoint of 2 ranks and about 70 MB."""
 
 
 @pytest.fixture(scope="module")

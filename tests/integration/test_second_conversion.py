@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import gpt_parameters, write_zero_checkpoint
+from checkpoints import gpt_parameters
 
 from house.promises import command
+from house.sources import zero_source
 from house.tiers import STORES, rest_full
 from reshard.errors import ExitCode
 from reshard_engine.storage.locations import open_location
@@ -27,12 +28,8 @@ SLOW = ("--part-size", "5MiB", "--threads", "1", "-q")
 Files = Callable[[], dict[str, int]]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A ZeRO-3 checkpoint of 2 ranks and about 200 MB: a conversion takes long enough to be stopped in its middle."""
-    save = tmp_path_factory.mktemp("second") / "save"
-    write_zero_checkpoint(save, gpt_parameters(256, 2, 48_000), stage=3, ranks=2)
-    return str(save)
+source = zero_source(gpt_parameters(256, 2, 48_000), stage=3)
+"""A ZeRO-3 checkpoint of 2 ranks and about 200 MB: a conversion takes long enough to be stopped in its middle."""
 
 
 def place_of(
@@ -80,15 +77,15 @@ def stopped_in_its_middle(process: subprocess.Popen[bytes], files: Files) -> dic
 
 @pytest.mark.parametrize("kind", rest_full(["local", *STORES], "local", "s3"))
 def test_the_second_ends_at_its_start_and_writes_nothing(
-    kind: str, request: pytest.FixtureRequest, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, request: pytest.FixtureRequest, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, files = place_of(kind, request, tmp_path, monkeypatch)
     target = f"{place}/weights"
-    first = subprocess.Popen([*RESHARD, "convert", source, target, "--to", "safetensors", *SLOW])
+    first = subprocess.Popen([*RESHARD, "convert", str(source), target, "--to", "safetensors", *SLOW])
     try:
         before = stopped_in_its_middle(first, files)
         for options in (("--to", "safetensors", "--dtype", "bf16"), ("--to", "torch"), ("--to", "universal")):
-            code, told, said = command("convert", source, target, *options, *SLOW)
+            code, told, said = command("convert", str(source), target, *options, *SLOW)
             assert (code, told) == (ExitCode.CONFLICT, ""), said
             assert "error: request.target_busy: " in said
             assert files() == before
@@ -98,5 +95,5 @@ def test_the_second_ends_at_its_start_and_writes_nothing(
         first.kill()
         first.wait()
     assert command("verify", target)[0] == 0
-    code, _, said = command("convert", source, target, "--to", "torch", *SLOW)
+    code, _, said = command("convert", str(source), target, "--to", "torch", *SLOW)
     assert (code, "request.target_exists" in said) == (ExitCode.CONFLICT, True)

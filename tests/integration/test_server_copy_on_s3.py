@@ -8,10 +8,10 @@ from typing import Any
 
 import botocore.exceptions
 import pytest
-from checkpoints import write_zero_checkpoint
 
 from house.expected import raised
 from house.requests import asked
+from house.sources import zero_source
 from reshard.choices import ServerCopyPolicy, TargetFormat
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import load_engine
@@ -28,11 +28,7 @@ PARAMETERS = [("embed.weight", (5_000, 1_024)), ("bias", (7,)), ("head.weight", 
 """A rank of four holds 12 MiB of each state: more than two least parts."""
 
 
-@pytest.fixture(scope="module")
-def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("save")
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=4)
-    return directory
+save = zero_source(PARAMETERS, stage=2, ranks=4)
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_zero_checkpoint
 from hypothesis import given, settings, strategies as st
 
 from house.requests import asked
+from house.sources import zero_source
 from reshard.choices import ServerCopyPolicy, TargetFormat
 from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
@@ -30,12 +30,8 @@ LEAST = 1 << 10
 SOURCE, ENGINE = "mem://data/run", load_engine()
 
 
-@pytest.fixture(scope="module")
-def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-2 checkpoint on four ranks; a rank's record has 8 KiB."""
-    directory = tmp_path_factory.mktemp("save")
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=4)
-    return directory
+save = zero_source(PARAMETERS, stage=2, ranks=4)
+"""A ZeRO-2 checkpoint on four ranks; a rank's record has 8 KiB."""
 
 
 @pytest.fixture

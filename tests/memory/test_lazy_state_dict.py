@@ -6,9 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-from checkpoints import gpt_parameters, write_zero_checkpoint
+from checkpoints import gpt_parameters
 from measure import measure
+
+from house.sources import zero_source
 
 PARAMETERS = gpt_parameters(768, 9, 20_000)
 """About 80 million: 1 GB of masters and moments, of which the largest tensor has 61 MB."""
@@ -29,12 +30,8 @@ print(total)
 """
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-2 checkpoint of about a gigabyte on four ranks."""
-    directory = tmp_path_factory.mktemp("lazy") / "save"
-    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=4)
-    return directory
+source = zero_source(PARAMETERS, stage=2, ranks=4)
+"""A ZeRO-2 checkpoint of about a gigabyte on four ranks."""
 
 
 def test_iterating_all_tensors_takes_one_of_them(source: Path) -> None:

@@ -7,20 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import gpt_parameters, write_zero_checkpoint
+from checkpoints import gpt_parameters
 from measure import measure
+
+from house.sources import zero_source
 
 LIMIT_BYTES = 64 << 20
 SLACK_BYTES = 24 << 20
 """Metadata of the checkpoint, thread stacks and allocator rounding."""
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-3 checkpoint of about 300 MB on two ranks."""
-    directory = tmp_path_factory.mktemp("memory") / "save"
-    write_zero_checkpoint(directory, gpt_parameters(512, 5, 18_000), stage=3, ranks=2)
-    return directory
+source = zero_source(gpt_parameters(512, 5, 18_000), stage=3)
+"""A ZeRO-3 checkpoint of about 300 MB on two ranks."""
 
 
 @pytest.mark.parametrize("options", [["--to", "universal"], ["--to", "safetensors", "--dtype", "bf16"]])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import typer
 from house.fixes import fixes
 from house.promises import command
 from house.repository import ROOT
-from house.saves import DATA
+from house.sources import copied_source
 from reshard.cli.main import app
 
 GOLDEN = Path(__file__).with_name("golden") / "fixes.txt"
@@ -80,10 +79,7 @@ def test_the_options_of_ensure_are_those_that_its_fixes_may_name() -> None:
     assert {o for p in ensure.params if not p.hidden for o in p.opts if o[:2] == "--"} | {"--help"} == OPTIONS
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    shutil.copytree(DATA / "zero2_tiny", tmp_path / "source")
-    return tmp_path / "source"
+source = copied_source("zero2_tiny")
 
 
 def _fix_of(*words: str) -> str:

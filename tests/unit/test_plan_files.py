@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import reshard
 from house.expected import raised, some
-from house.saves import DATA
+from house.sources import copied_source
 from reshard.api.plan_files import read_plan
 from reshard.cli.main import run
 from reshard.errors import RequestError
@@ -27,11 +27,8 @@ RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 STATES = "mp_rank_00_model_states.pt"
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A save directory with `latest` and one tag."""
-    shutil.copytree(DATA / "zero2_tiny", tmp_path / "run1")
-    return tmp_path / "run1"
+source = copied_source("zero2_tiny", "run1")
+"""A save directory with `latest` and one tag."""
 
 
 @pytest.fixture
