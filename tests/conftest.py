@@ -13,12 +13,15 @@ from hypothesis import settings
 from shares import OF_SHARES, Record, Selection, Shares, reach, share_name, shares_named
 
 from house.budget import budget_lines
+from house.launchers import no_launcher
 from house.measured import said, say
 from house.order import longest_first
 from house.repository import ROOT
 from house.shares import ShareRuns
 from house.subjects import SUBJECTS, mark_subjects
 from house.tiers import STORES, one_of, sampling_turn, take_turns
+
+__all__ = ["no_launcher"]
 
 # A busy machine keeps an example waiting for longer than Hypothesis's 200 ms. In CI its own profile has no deadline.
 if settings.get_current_profile_name() == "default":

@@ -6,13 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from house.repository import DATA
 from reshard.ensuring.world import Wanted
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import SourceSpec
-
-DATA = Path(__file__).parent.parent / "data"
-LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 
 def make_save(place: Path, *, source: str = "zero2_tiny") -> Path:

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import write_zero_checkpoint
 
 import reshard
-from house.saves import LAUNCHERS
+from house.launchers import without_launchers
 from house.waiting import wait_until
 from reshard.local import load_engine
 from reshard_engine.integrity.manifest import MANIFEST_NAME
@@ -90,7 +90,7 @@ class Launch:
     def start(self, rank: int, pause_s: float = 0.05) -> subprocess.Popen[str]:
         told = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
         told |= {"GROUP_RANK": rank // 2, "GROUP_WORLD_SIZE": 2}
-        inherited = {n: v for n, v in os.environ.items() if n not in {*LAUNCHERS, "RESHARD_URL"}}
+        inherited = without_launchers()
         test = {"TEST_LOG": str(self.log), "TEST_PAUSE_S": f"{pause_s}", "RESHARD_LEASE_S": "2"}
         env = {**inherited, **test, **{n: str(v) for n, v in told.items()}, **self.more}
         argv = [sys.executable, "-c", RANK, *self.words, "--json", "--quiet"]

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 import reshard
 from house.expected import raised
-from house.saves import LAUNCHERS, same
+from house.saves import same
 from laws.item_files import Items, save_items
 from laws.rank_files import World, save_accelerate, save_verl_run, small_model
 from reshard.ensuring import call, converters
@@ -25,10 +25,7 @@ MODELS = ("actor", "critic")
 WORD = "the store is full"
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RESHARD_URL"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from house.launchers import without_launchers
 from house.repository import ROOT
-from house.saves import LAUNCHERS
 from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.truth import differences
@@ -92,7 +92,7 @@ class Jobs:
         (container,) = pod(replicated_jobs(self.name)[0])["containers"]
         variables = environment(container, self.volume, WORLD=str(world))
         words = [expand(word, variables) for word in (*container["command"], *container["args"])]
-        inherited = {n: v for n, v in os.environ.items() if n not in {*LAUNCHERS, "RESHARD_URL"}}
+        inherited = without_launchers()
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {**inherited, **variables, "PATH": path}
         return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)

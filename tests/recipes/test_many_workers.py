@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,14 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
+from house.conversions import convert
+from house.launchers import without_launchers
 from house.repository import ROOT
-from house.saves import DATA, LAUNCHERS
+from house.sources import copied_source
 from recipes.stand_ins import DASK, RAY, SRUN
-from reshard.choices import TargetFormat
 from reshard.errors import CODES
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
-from reshard.options import SourceSpec
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 
 PAGE = ROOT / "docs" / "recipes" / "many-workers.md"
@@ -33,7 +31,7 @@ RETRYABLE = {int(entry.exit_code) for entry in CODES.values() if entry.retryable
 
 
 def environment(**more: str) -> dict[str, str]:
-    inherited = {n: v for n, v in os.environ.items() if n not in {*LAUNCHERS, "RESHARD_URL"}}
+    inherited = without_launchers()
     return {**inherited, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **more}
 
 
@@ -42,17 +40,14 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in files.items() if name != MANIFEST_NAME}
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return shutil.copytree(DATA / "zero2_tiny", tmp_path / "run1")
+run = copied_source("zero2_tiny", "run1")
 
 
 @pytest.fixture
 def same_as_alone(run: Path, tmp_path: Path) -> Callable[[Path], bool]:
     """Whether a directory holds what one process writes."""
     alone = tmp_path / "alone"
-    request = ConvertRequest(source=SourceSpec(url=str(run)), target=str(alone), to=TargetFormat.UNIVERSAL)
-    load_engine().convert(request)
+    convert(run, alone)
     return lambda made: contents(made) == contents(alone) and load_engine().verify(str(made)).ok
 
 

@@ -14,7 +14,7 @@ from house.megatron_runs import MegatronRun
 from house.megatron_saves import as_bridge_saves
 from house.promises import command
 from house.repository import ROOT, code_blocks
-from house.saves import LAUNCHERS, same
+from house.saves import same
 from laws.item_files import Items, save_items
 from laws.rank_files import World, save_accelerate, save_verl, small_model
 
@@ -79,10 +79,7 @@ def _run(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RESHARD_URL"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def test_files_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from house.launchers import without_launchers
 from house.repository import ROOT
-from house.saves import LAUNCHERS
 from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.truth import differences
@@ -69,7 +69,7 @@ class Cluster:
         calls = self.folder / "calls"
         shutil.rmtree(calls, ignore_errors=True)
         calls.mkdir()
-        inherited = {n: v for n, v in os.environ.items() if n not in {*LAUNCHERS, "RESHARD_URL"}}
+        inherited = without_launchers()
         slurm = {"SLURM_NTASKS": str(RANKS), "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_ID": "77"}
         path = f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {**inherited, **slurm, "PATH": path, "CALLS": str(calls), "RUN": str(run), **variables}

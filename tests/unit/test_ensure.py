@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import reshard
+from house.conversions import convert
 from house.expected import raised
-from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
-from reshard.choices import TargetFormat
+from house.saves import DATA, make_checkpoint, make_save, same, wanted
 from reshard.cli.main import run
 from reshard.ensuring import converters as _makers, local_checkpoints as _places
 from reshard.ensuring.call import Ensured, Outcome, ensured
@@ -27,11 +27,7 @@ from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection
 from reshard.options import NativeLayout, SourceSpec
 
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RESHARD_URL"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.fixture
@@ -252,9 +248,7 @@ def test_all_models_of_accelerate_are_converted(save: Path) -> None:
 
 def test_a_universal_source_is_made_native(save: Path) -> None:
     target = save / "global_step3_universal"
-    load_engine().convert(
-        ConvertRequest(source=SourceSpec(url=str(save)), target=str(target), to=TargetFormat.UNIVERSAL)
-    )
+    convert(save, target)
     result = reshard.ensure(target, dp=2, zero_stage=2)
     assert Path(result).name == "global_step3_universal"
     assert load_engine().inspect(SourceSpec(url=result)).zero_stage == 2

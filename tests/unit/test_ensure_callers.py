@@ -19,7 +19,7 @@ import pytest
 
 import reshard
 from house.expected import raised, some
-from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
+from house.saves import DATA, make_checkpoint, make_save, same, wanted
 from house.waiting import wait_until
 from reshard.choices import EnsureWorkers, JobState, OpaquePolicy, WeightDtype, ZeroStage
 from reshard.ensuring import converters as _converters
@@ -33,11 +33,7 @@ from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Job, Problem
 from reshard.options import DeepSpeedOptions, NativeLayout, SourceSpec
 
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RESHARD_URL"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import reshard
 from house.expected import raised
 from house.megatron_runs import MegatronRun
 from house.promises import command
-from house.saves import LAUNCHERS, same, wanted
+from house.saves import same, wanted
 from reshard.choices import TargetFormat
 from reshard.ensuring.call import Outcome, ensured, loader_of
 from reshard.ensuring.world import MegatronLayout
@@ -29,10 +29,7 @@ LOCAL = {"transformer_impl": "local", "moe_grouped_gemm": False, "accumulate_all
 STEP, TRACKER = "iter_0000007", "latest_checkpointed_iteration.txt"
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RESHARD_URL"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def buckets(root: Path, **options: Any) -> Path:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Shard
 import reshard
 from house.expected import raised
 from house.promises import command
-from house.saves import LAUNCHERS, make_save, same, wanted
+from house.saves import make_save, same, wanted
 from laws.item_files import Items, save_items
 from laws.rank_files import FSDP1, World, save_accelerate, save_verl_run, small_model
 from reshard.choices import TargetFormat
@@ -27,10 +27,7 @@ from reshard.options import SourceSpec
 TWO = World((2,), ("fsdp",))
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RESHARD_URL"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.fixture

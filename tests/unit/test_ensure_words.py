@@ -8,15 +8,15 @@ import pytest
 
 import reshard
 from house.expected import raised
+from house.launchers import forget_launchers
 from house.promises import command
-from house.saves import DATA, LAUNCHERS, make_save, wanted
+from house.saves import DATA, make_save, wanted
 from reshard.errors import RequestError
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RESHARD_URL", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_GPUS_ON_NODE"):
-        monkeypatch.delenv(name, raising=False)
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_launchers(monkeypatch, "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_GPUS_ON_NODE")
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from house.launchers import forget_launchers
 from house.promises import command
-from house.saves import LAUNCHERS, make_save
+from house.saves import make_save
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in (*LAUNCHERS, "RESHARD_URL", "RESHARD_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        monkeypatch.delenv(name, raising=False)
+    forget_launchers(monkeypatch, "RESHARD_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
     make_save(tmp_path / "run1")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -16,7 +16,7 @@ import pytest
 
 from house.promises import command
 from house.rank_cases import rank_case
-from house.saves import LAUNCHERS, make_save
+from house.saves import make_save
 from laws.item_files import Items, save_items
 from laws.rank_files import World, small_model
 from laws.small_models import piped_model, write_source
@@ -28,10 +28,7 @@ Made = Callable[[Path], Path]
 """Makes a directory below another one and returns the directory that the user names."""
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RESHARD_URL"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def _files(place: Path, names: Iterable[str]) -> Path:

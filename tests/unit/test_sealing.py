@@ -26,8 +26,8 @@ from securesystemslib.signer import CryptoSigner, SSlibKey
 import reshard
 from house.fingerprint_checker import read_safetensors
 from house.keys import key_pair
+from house.launchers import forget_launchers
 from house.repository import ROOT
-from house.saves import LAUNCHERS
 from reshard.cli.main import run
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError
 from reshard.models.jobs import Progress
@@ -338,8 +338,7 @@ def test_a_key_in_the_environment_signs_all_conversions(configured: Path) -> Non
 
 
 def test_ensure_signs_with_the_key_in_the_environment(configured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RESHARD_URL"):
-        monkeypatch.delenv(name, raising=False)
+    forget_launchers(monkeypatch)
     made = Path(reshard.ensure(configured / "run", dp=3))
     assert reshard.ensure(configured / "run", dp=3) == str(made)
     tag = made / (made / "latest").read_text()
