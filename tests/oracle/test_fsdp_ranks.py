@@ -31,11 +31,6 @@ ITEMS = ("tc_fsdp2_w4", "tc_sts_w4")
 FULL = ("acc_full_fsdp2_w2", "trainer_full_fsdp2_w2")
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("rank_cases")
-
-
 def written(case: RankCase, target: Path, **options: Any) -> dict[str, Any]:
     reshard.convert(case.checkpoint, target, to="dcp", grammar="state-dict", progress=False, **options)
     return whole(target)

@@ -37,11 +37,6 @@ REAL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("full_files")
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of files of a run on two ranks.

@@ -30,11 +30,6 @@ OPTIMIZER = {"fp32": "model"}
 """The place of a master in a distributed checkpoint of torch is the model's tensor."""
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("megatron")
-
-
 def case_of(name: str, place: Path) -> RankCase:
     return rank_case(name, place, folder="mcore")
 

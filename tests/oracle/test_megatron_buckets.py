@@ -9,6 +9,7 @@ import json
 import pickle
 import shutil
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,15 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
+from house.conversions import refused_conversion
 from house.rank_cases import RankCase
 from house.repository import real_checkpoint
 from oracle.whole_tensors import named, whole
-from reshard.errors import ReshardError
 
 TORCH_DIST = ("td_dpresh_gpt_bf16_tp2dp2", "v19_td_dpresh_llama_bf16_tp2pp2dp2")
 LEGACY = (
     "legacy_gpt_bf16_tp2pp1dp2_dist", "legacy_llama_bf16_tp1pp2vpp2dp2_dist", "legacy_moe_bf16_tp1ep2dp2_dist",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("megatron_buckets")
 
 
 def case_of(name: str, place: Path) -> RankCase:
@@ -78,11 +74,7 @@ class _Pickles:
     Unpickler = _Unpickler
 
 
-def refused(source: Path, target: Path) -> ReshardError:
-    with pytest.raises(ReshardError) as caught:
-        reshard.convert(source, target, to="dcp", progress=False)
-    assert not target.exists()
-    return caught.value
+refused = partial(refused_conversion, reshard.convert, to="dcp", progress=False)
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
