@@ -8,6 +8,7 @@ printed at the end: `pytest tests/laws/test_laws.py --hypothesis-seed=N` draws t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -25,11 +26,15 @@ from reshard_engine.testing.logical import SourceFormat
 from reshard_engine.testing.strategies import evenly
 
 _PROFILE, _SEED = laws_profile(), laws_seed()
-_TENTH = 0.1
-"""20 of 200."""
-_CUTS = {"world 2 to 4": _TENTH, "world 5 to 9": _TENTH, "legacy stream": 0.02}
-_WORLDS = {f"world {n}": 0.005 for n in range(1, 10)}
-"""Of 200: each at least once."""
+_WORLDS = tuple(f"world {n}" for n in range(1, 10))
+_ZOOS: dict[str, tuple[tuple[SourceFormat, ...], tuple[str, ...]]] = {
+    "DeepSpeed": (STAGES, (*EVERYWHERE, *CUTS, *_WORLDS, "legacy stream")),
+    "distributed checkpoints": (DCP_SOURCES, (*DCP_ZOO, *GRAMMARS)),
+    **{source.name: ((source,), tuple(source.zoo)) for source in SOURCES if source.zoo},
+}
+"""Items that sources must meet, together or each alone."""
+_LEAST, _MOST_ROUNDS = 2, 50
+"""Examples with each item, and rounds of `max_examples` of each source in which they are sought."""
 _ALWAYS = (gather_then_slice, every_byte_once, verification_agrees)
 """They look at the one conversion that every example needs; each of the others makes some of its own."""
 _TURNS = 3
@@ -49,25 +54,13 @@ def laws_of(turn: int) -> tuple[Law, ...]:
 
 @pytest.fixture(scope="module")
 def census() -> Iterator[Census]:
-    """What the examples of this module met. It must be the whole zoo, unless only some sources ran."""
+    """Counts the items of the zoo in the examples of this module, for the table at the end."""
     found = Census()
     yield found
     stages = [s.name for s in STAGES]
     say(f"drawn with --hypothesis-seed={_SEED}", *found.table(stages))
     say("of distributed checkpoints", *found.table([s.name for s in DCP_SOURCES]))
     say(*(f"consolidated files that {library} itself opened: {count}" for library, count in OPENED.items()))
-    lacking: dict[str, str] = {}
-    asked = _PROFILE.max_examples
-    if all(found.examples([s]) >= _PROFILE.max_examples for s in stages):
-        lacking |= found.lacking(stages, dict.fromkeys((*EVERYWHERE, *CUTS), _TENTH) | _CUTS | _WORLDS, asked)
-    distributed = [s.name for s in DCP_SOURCES]
-    if all(found.examples([s]) >= _PROFILE.max_examples for s in distributed):
-        wanted = (*DCP_ZOO, *(GRAMMARS if _is_long() else ()))
-        lacking |= found.lacking(distributed, dict.fromkeys(wanted, 0.005), asked)
-    for source in SOURCES:
-        if found.examples([source.name]) >= _PROFILE.max_examples:
-            lacking |= found.lacking([source.name], source.zoo, asked)
-    assert not lacking, f"too seldom drawn: {lacking}"
 
 
 @pytest.mark.timeout(0)
@@ -80,3 +73,34 @@ def test_laws(source: SourceFormat, census: Census, data: st.DataObject) -> None
     turn = data.draw(evenly(*range(_TURNS)))
     census.note(source.name, labels_of(trial.saved))
     check(trial, laws_of(turn))
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", _ZOOS)
+def test_every_item_of_the_zoo_is_met(name: str) -> None:
+    """What `test_laws` meets depends on the seed. Here examples are drawn until every item was in some of them."""
+    sources, items = _ZOOS[name]
+    missing = Counter(dict.fromkeys(items, _LEAST))
+    for number in range(_MOST_ROUNDS):
+        for source in sources:
+            _meet(source, missing, _SEED + number)
+            if not +missing:
+                return
+    raise AssertionError(f"never drawn, or too seldom: {+missing}")
+
+
+def _meet(source: SourceFormat, missing: Counter[str], number: int) -> None:
+    """Check laws over the examples of a seed that have a missing item, and count it down."""
+
+    @seed(number)
+    @settings(_PROFILE)
+    @given(data=st.data())
+    def meet(data: st.DataObject) -> None:
+        trial = data.draw(trials(source))
+        if not +missing:
+            return
+        if met := {item for item in labels_of(trial.saved) if missing[item] > 0}:
+            check(trial, _ALWAYS)
+            missing.subtract(met)
+
+    meet()

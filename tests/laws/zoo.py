@@ -1,9 +1,9 @@
-"""The zoo (the items that every run of the laws must meet), and a census of the items that it did meet."""
+"""The zoo (the items that examples of the laws must have), and a census of the items that the examples had."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -88,15 +88,6 @@ class Census:
     def examples(self, sources: Iterable[str]) -> int:
         """The number of examples of these sources."""
         return sum(self._examples[s] for s in sources)
-
-    def lacking(self, sources: Sequence[str], wanted: Mapping[str, float], examples: int) -> dict[str, str]:
-        """The items that were met in less than their share of the examples asked for, with how often they were.
-
-        `examples` counts those of each source; Hypothesis draws some more, which are not a reason to ask for more.
-        """
-        total, asked = self.examples(sources), examples * len(sources)
-        met = {item: sum(self._met.get(s, Counter())[item] for s in sources) for item in wanted}
-        return {item: f"{met[item]} of {total}" for item, share in wanted.items() if met[item] < share * asked}
 
     def table(self, sources: Sequence[str]) -> list[str]:
         """One line per item over these sources, the rarest first."""

@@ -229,7 +229,7 @@ class SourceFormat(Protocol):
     Attributes:
         name: for reports.
         full: whether the files hold everything that a resumable target needs; else they hold weights.
-        zoo: the items that must be met, each with the least share of examples that meet it.
+        zoo: the items that examples must have, each with the share of examples that usually has it.
     """
 
     @property
