@@ -309,6 +309,13 @@ def test_tables_name_what_is_there(name: str) -> None:
     assert (ROOT / "tests" / name).exists()
 
 
+def test_units_of_the_table_name_files_that_exist() -> None:
+    table = Shares.read()
+    gone = {name for name in table.units if not (ROOT / "tests" / name.partition("::")[0]).is_file()}
+    assert not gone, "scripts/shares.py --deal drops units of tests that are gone"
+    assert {unit.share for unit in table.units.values()} == {QUICK, *NUMBERS}
+
+
 def test_one_of_many_tests_is_drawn_and_as_many_turns_have_every_test() -> None:
     def drawn(turn: int) -> set[str]:
         items: list[Any] = [Item(f"tests/near/test_it.py::test_{n}") for n in range(6)]
