@@ -301,7 +301,7 @@ def casts(arguments: argparse.Namespace) -> None:
 
 
 def auto_rows(device: str) -> None:
-    """What `RESHARD_DEVICE=auto` measures before the first batch of 16 MiB, and which side it chooses by that."""
+    """Print the rates that `RESHARD_DEVICE=auto` measures before the first batch of 16 MiB, and the side it chooses."""
     import numpy as np
 
     from reshard_engine.execute.casts.device import DeviceCast

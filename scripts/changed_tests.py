@@ -169,7 +169,7 @@ def main() -> None:
     sys.stderr.write(f"{len(changed)} files changed since {options.base}: {len(tests)} files of tests reach them")
     sys.stderr.write(f", {len(near)} of them within {options.within} imports\n" if options.within is not None else "\n")
     if undecided:
-        sys.stderr.write("imports do not tell which tests use these (make test runs all):\n")
+        sys.stderr.write("imports do not tell which tests use these (make full runs all):\n")
         sys.stderr.writelines(f"  {file}\n" for file in undecided)
     sys.stdout.writelines(f"{test}\n" for test in near)
 

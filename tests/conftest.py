@@ -36,7 +36,7 @@ _SELECTION: pytest.StashKey[Selection] = pytest.StashKey()
 _TABLE: pytest.StashKey[Shares] = pytest.StashKey()
 _LONG = ("full", "gpu", "nightly")
 _SHORT = " and ".join(f"not {marker}" for marker in _LONG)
-"""What a run selects, unless `-m` speaks of these markers; pyproject.toml has it too."""
+"""The tests that a run selects, unless `-m` speaks of these markers; pyproject.toml has it too."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,7 +98,7 @@ def _selection(config: pytest.Config) -> Selection:
     changed = changed_tests.changed_files(ROOT, base)
     graph = changed_tests.ImportGraph(ROOT)
     distances = {file.removeprefix("tests/"): far for file, far in graph.tests_of(changed).items()}
-    units, left_out = reach(distances, Shares.read(), shares, config.option.reach_s)
+    units, left_out = reach(distances, config.stash[_TABLE], shares, config.option.reach_s)
     say(f"{len(changed)} files changed since {base[:8]}; {len(distances)} files of tests reach them")
     if undecided := graph.undecided(changed):
         say("imports do not tell which tests use these changed files:", *(f"  {file}" for file in undecided))
@@ -126,7 +126,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the selected tests; without a selection, tests of the whole service run with one driver and one store each.
+    """Keep the selected tests. Those of the whole service have one driver and one store each; other cases are `full`.
 
     A case that was asked for by its name runs.
     """

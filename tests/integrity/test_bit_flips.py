@@ -29,7 +29,7 @@ NAME = "global_step3_universal"
 TARGET_FLIPS, SOURCE_FLIPS = 1_200, 500
 BESIDE_FLIPS = [40, pytest.param(150, marks=pytest.mark.full)]
 """Flips of what a conversion has beside its target. Each takes two conversions: the long form, which has 2,000 flips
-in all, runs with its share.
+in all, is for nightly runs.
 """
 
 

@@ -130,7 +130,7 @@ def _cases(draw: st.DrawFn, *, numbers: bool, of_fsdp: bool = False) -> Case:
 
 
 def _with_dimensions(state: LogicalState) -> LogicalState:
-    """The run with one dimension for each parameter that has none."""
+    """The run with one dimension for each parameter without dimensions."""
 
     def widened(parameter: LogicalParameter) -> LogicalParameter:
         if parameter.shape:

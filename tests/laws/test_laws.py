@@ -78,7 +78,7 @@ def test_laws(source: SourceFormat, census: Census, data: st.DataObject) -> None
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", _ZOOS)
 def test_every_item_of_the_zoo_is_met(name: str) -> None:
-    """What `test_laws` meets depends on the seed. Here examples are drawn until every item was in some of them."""
+    """The items that `test_laws` meets depend on the seed; here, examples are drawn until each item was in some."""
     sources, items = _ZOOS[name]
     missing = Counter(dict.fromkeys(items, _LEAST))
     for number in range(_MOST_ROUNDS):

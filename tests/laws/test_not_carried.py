@@ -40,8 +40,8 @@ _MAY_BE_REFUSED = {
     Place.OTHER: set[str](),
 }
 """Codes that a planted key can explain, by its place. Of optimizer states: other ranks lack them, or the target cannot
-store them. Of entries of the state dict: tensor-parallel ranks differ, nothing says how the entry is partitioned, or
-the target cannot store it. A conversion with other keys is never refused."""
+store them. Of entries of the state dict: tensor-parallel ranks differ, no file specifies how the entry is
+partitioned, or the target cannot store it. A conversion with other keys is never refused."""
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ class CheckpointCase:
         name: the case of the run that saved the checkpoint.
         source: the ranks of that run.
         target: the ranks of the run that loads.
-        loads_as: the case of the run that loads, where its ZeRO stage is another one.
+        loads_as: the case of the run that loads, where its ZeRO stage differs.
         zero_stage: that stage, as an option of the conversion.
         groups: the number of param groups after loading, for cases whose experts are split by size.
     """
@@ -113,7 +113,7 @@ class CheckpointCase:
 
 
 def assert_resumed(run: Saved, again: Resumed, *, losses: bool = True) -> None:
-    """Fail unless a run has the state of another one in every bit; with `losses`, also the next losses."""
+    """Fail unless a run has the state of the run that saved in every bit; with `losses`, also the next losses."""
     assert differences(run.truth, again.state) == []
     assert meta_differences(run.truth, again.state) == []
     assert again.state.meta["replica_differences"] == []

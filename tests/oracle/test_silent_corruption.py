@@ -308,7 +308,7 @@ _SIZES = (1, 2, 3, 7, 7, 7, 40, 1000)
 
 @st.composite
 def _layer_sizes(draw: st.DrawFn, *, tied: bool) -> list[int]:
-    """Parameters of each layer. The last layer has some, and so has a first layer to which another one is tied."""
+    """Parameters of each layer. The last layer has some, and so has a first layer to which a later layer is tied."""
     some = st.sampled_from(_SIZES)
     sizes = [*draw(st.lists(st.sampled_from((0, 0, *_SIZES)), max_size=13)), draw(some)]
     return [draw(some), *sizes[1:]] if tied and not sizes[0] else sizes

@@ -291,7 +291,10 @@ def test_a_run_that_ends_early_or_leaves_tests_out_is_not_recorded(checkout: Pat
         assert not Record.read(checkout / "tests" / "shares.json").runs, words
 
 
-def test_a_landed_commit_passed_the_share_that_was_next_in_its_record(checkout: Path) -> None:
+def test_a_landed_commit_passed_the_share_that_was_next_in_its_record(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_COMMITTER_DATE", "2026-11-29T09:00:00+09:00")
     before = Record()
     for share in {*NUMBERS} - {6}:
         before.note(share, RUN)
@@ -302,6 +305,7 @@ def test_a_landed_commit_passed_the_share_that_was_next_in_its_record(checkout: 
     after = Record.read(checkout / "tests" / "shares.json")
     assert (after.runs[6].commit, after.runs[QUICK].commit) == (after.landed, after.landed)
     assert after.in_line()[-1] == 6
+    assert after.runs[6].at == "2026-11-29T00:00:00+00:00", "times are compared as texts, all in UTC"
 
 
 @pytest.mark.parametrize("name", WAITING)
