@@ -11,7 +11,7 @@ import pytest
 
 from faults import local_trials, memory_trials
 from faults.judge import strays
-from faults.small import EVERY_LAYOUT, NAME, STEP, small_request
+from faults.small import EVERY_LAYOUT, NAME, OPTIONS, STEP, small_request
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import ReshardError
 from reshard.local import load_engine
@@ -176,6 +176,16 @@ def test_staged_bytes_that_changed_are_written_again(small_root: Path, tmp_path:
     staged.write_bytes(bytes(staged.stat().st_size))
     assert ENGINE.convert(request).resumed_bytes == 0
     assert ENGINE.verify(request.target).ok
+
+
+@pytest.mark.parametrize("to", OPTIONS)
+def test_overwriting_removes_first_what_a_loader_needs(memory: MemoryStore, to: str) -> None:
+    """The models of verl's ranks were removed between its other files, and a `config.json` before its weights."""
+    case = memory_trials.overwrite_case(memory, to)
+    gone = [o.number for o in case.operations() if o.name == "delete" and o.number in case.clearing]
+    assert gone
+    for number in gone:
+        assert memory_trials.disturbed(case, number, Fault.KILL_AFTER) == ("killed", [])
 
 
 def test_megatrons_tracker_names_nothing_that_is_being_replaced(memory: MemoryStore, small_root: Path) -> None:

@@ -36,7 +36,6 @@ from reshard_engine.formats.sources import (
     read_weights,
     state_here,
 )
-from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.proof.sealing import SUFFIX as SEALED
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.local_writes import sync_directory, unlink, write_file, writing
@@ -419,10 +418,9 @@ def _delete_local(path: str) -> None:
 def _mark(run: Location, name: str, going: Sequence[ObjectInfo]) -> None:
     """Say beside the checkpoint which of its files go: those first without which no loader begins."""
     known = known_files()
-    ends = [known.pointers, (*known.needed, MANIFEST_NAME)]
-    turns = {i.path: next((n for n, end in enumerate(ends) if i.path.endswith(end)), len(ends)) for i in going}
+    turns = {i.path: 0 if i.path.endswith(known.pointers) else 1 if known.needs(i.path) else 2 for i in going}
     ordered = sorted(going, key=lambda info: turns[info.path])
-    first = sum(turn < len(ends) for turn in turns.values())
+    first = sum(turn < 2 for turn in turns.values())
     said = _Mark(first=first, files=tuple((i.path[len(run.path) + 1 :], i.pin) for i in ordered))
     text = said.model_dump_json().encode()
     mark = _mark_of(run, name)

@@ -7,13 +7,14 @@ transformer have only a dozen distinct templates.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 from reshard.errors import SourceError, printable
 from reshard.models.jobs import NotCarried
@@ -196,7 +197,11 @@ class KnownFiles:
     suffixes: tuple[str, ...] = ()
     """Suffixes of entries that only a checkpoint directory has."""
     needed: tuple[str, ...] = ()
-    """Suffixes of files without which no loader accepts the checkpoint. They are removed first."""
+    """Names, as `fnmatch` patterns, of the files without which no loader accepts the checkpoint.
+
+    These are the commit files of the format's targets, and no other file of them. Commit files are written last and
+    removed first, so that what is there meanwhile is no checkpoint.
+    """
     numbered: tuple[tuple[str, str], ...] = ()
     """Names of pointers that hold the number of a step, each with the form of the directories' names (`step_{:05d}`).
 
@@ -226,9 +231,18 @@ class KnownFiles:
         form = dict(self.numbered).get(pointer)
         return form.format(int(text)) if form is not None and re.fullmatch(r"[0-9]{1,18}", text) else text
 
+    def needs(self, path: str) -> bool:
+        """True if no loader accepts a checkpoint without the file of this path."""
+        return _matching(self.needed).fullmatch(path.rpartition("/")[2]) is not None
+
     def holds_checkpoint(self, names: Iterable[str]) -> bool:
         """True if a directory with these entries is a checkpoint, so that `--overwrite` may remove it."""
         return any(n in self.entries or n.endswith(self.suffixes) for n in names)
+
+
+@cache
+def _matching(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(fnmatch.translate, patterns)) or "(?!)")
 
 
 @dataclass(frozen=True, slots=True)

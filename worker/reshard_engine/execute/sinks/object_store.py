@@ -176,7 +176,7 @@ class ObjectSink:
 
     def _clear(self, paths: Sequence[str]) -> None:
         # The files without which no loader reads the old target are deleted first.
-        first = [p for p in paths if p.endswith(self._known.needed)]
+        first = [p for p in paths if self._known.needs(p)]
         last = set(paths).difference(first)
         for group in (self._leftovers.pointers(self._plan.source.get("tag")), first, sorted(last)):
             for at in range(0, len(group), self.deleted_at_once):

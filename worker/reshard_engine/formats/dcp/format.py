@@ -26,7 +26,14 @@ from reshard_engine.formats.dcp.state_tree import (
 from reshard_engine.formats.dcp.writer.writer import DcpWriter, WholeFilesWriter, writes_named_files
 from reshard_engine.formats.dcp_files.metadata.model import DATA_FILE, METADATA_FILE, SUFFIX
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
-from reshard_engine.formats.trainer_files import read_companions, trainer_facts
+from reshard_engine.formats.trainer_files import (
+    FULL_MODEL,
+    META,
+    NUMBERED_OPTIMIZER,
+    OPTIMIZERS,
+    read_companions,
+    trainer_facts,
+)
 from reshard_engine.pickles.nodes import Node, PLiteral, PTensor, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import rewrite
@@ -35,6 +42,11 @@ from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.layout import KnownFiles
 from reshard_engine.tensors.shard_map import is_packed
 
+_WHOLE_FILES = (
+    *(f"{stem}{number}.bin" for stem in (FULL_MODEL, OPTIMIZERS) for number in ("", "_[0-9]", "_[0-9][0-9]")),
+    *(NUMBERED_OPTIMIZER, "model-00001-of-00001.bin", "recipe_state.pt"),
+)
+"""Files of whole tensors: those of Accelerate and the Trainer without shards, and those of torchtune."""
 _KEYS = {"framework", *TARGET_KEYS, *OF_ONE_FILE}
 """Options that ask for keys or numbers, as no tree that is kept has them."""
 
@@ -45,7 +57,11 @@ class Dcp(Format):
     name = "dcp"
     readers: ClassVar[tuple[Reader, ...]] = (TrainerReader(), DcpReader(), HuggingFaceShardsReader())
     of_training = True
-    files = KnownFiles(entries=(METADATA_FILE, "pytorch_model_fsdp_0"), suffixes=(SUFFIX,), needed=(METADATA_FILE,))
+    files = KnownFiles(
+        entries=(METADATA_FILE, "pytorch_model_fsdp_0"),
+        suffixes=(SUFFIX,),
+        needed=(METADATA_FILE, META, *_WHOLE_FILES),
+    )
     targets = ("dcp", "torch_save")
     takes_choices = True
 

@@ -38,7 +38,7 @@ class DeepSpeed(Format):
         pointers=POINTERS,
         entries=("zero",),
         suffixes=("_states.pt",),
-        needed=("_states.pt", "optimizer_state.pt"),
+        needed=("mp_rank_*_model_states.pt", "zero_pp_rank_*_model_states.pt", "optimizer_state.pt"),
     )
     targets = (TargetFormat.ZERO, TargetFormat.UNIVERSAL)
     # DeepSpeed's Adam asks for it, and torch's Adam always does so: see `optimizer.groups_of`.

@@ -150,7 +150,11 @@ class FsdpRanks(Format):
     of_training = True
     takes_choices = True
     targets = (TargetFormat.FSDP_RANKS,)
-    files = KnownFiles(entries=(CONFIG,), suffixes=_FIRST_RANK, needed=_FIRST_RANK)
+    files = KnownFiles(
+        entries=(CONFIG,),
+        suffixes=_FIRST_RANK,
+        needed=("model_world_size_*_rank_*.pt", "pytorch_model_fsdp_*_rank*.bin"),
+    )
 
     def holds_shards(self, listing: Listing) -> bool:
         """True if there is a file with a rank's name."""

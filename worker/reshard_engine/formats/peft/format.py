@@ -32,7 +32,7 @@ from reshard_engine.formats.peft.names import (
     refuse_broken_factors,
     refuse_other_methods,
 )
-from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
+from reshard_engine.tensors.layout import KnownFiles, TargetFile, TargetLayout, literal_template
 
 _ANY_ALPHA = 1.0
 _MERGED_INTO = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
@@ -42,6 +42,7 @@ class Peft(Format):
     """`adapter_model.safetensors` and `adapter_config.json`."""
 
     name = "peft"
+    files = KnownFiles(needed=(CONFIG,))
     targets = (TargetFormat.PEFT,)
     takes_model_files = True
 

@@ -121,7 +121,11 @@ class TorchCheckpointing(Format):
     of_training = True
     takes_choices = True
     targets = (TargetFormat.TORCH_CHECKPOINTING,)
-    files = KnownFiles(entries=(METADATA,), suffixes=(f"{MODEL}_0.pt",), needed=(METADATA, f"{MODEL}_0.pt"))
+    files = KnownFiles(
+        entries=(METADATA,),
+        suffixes=(f"{MODEL}_0.pt",),
+        needed=(METADATA, f"{MODEL}_[0-9]*.pt", f"{MODEL}_[0-9]*.safetensors"),
+    )
 
     def holds_shards(self, listing: Listing) -> bool:
         """True for files of items of ranks: those of a model look like weights."""

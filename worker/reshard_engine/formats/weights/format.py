@@ -28,7 +28,8 @@ class Weights(Format):
     name = "weights"
     readers: ClassVar[tuple[Reader, ...]] = (SafetensorsReader(), TorchWeightsReader())
     files = KnownFiles(
-        suffixes=(".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"), needed=(".index.json",)
+        suffixes=(".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"),
+        needed=("*.index.json", "model.safetensors", "pytorch_model.bin"),
     )
     targets = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
     takes_model_files = True
