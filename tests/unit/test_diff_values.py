@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from house.expected import some
-from reshard_engine.operations.diff import compare_elements
+from reshard_engine.checkpoint import ParamGroup
+from reshard_engine.operations.diff import compare_elements, hyper_parameters
 from reshard_engine.pickles.nodes import PDict, PList, PTuple
 from reshard_engine.pickles.trees import TreeDifference, compare_trees, text_of
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
@@ -69,3 +70,11 @@ def test_leaves() -> None:
     assert [list(compare_trees(a, b, "")) for a, b in same] == [[]] * len(same)
     assert all(len(list(compare_trees(a, b, ""))) == 1 for a, b in other)
     assert text_of("a\x1b[31m") == "'a\\x1b[31m'"
+
+
+def test_the_name_of_a_group_of_experts_says_a_layout_and_no_value() -> None:
+    values: dict[str | int, Any] = {"lr": 0.1, "moe": True}
+    assert hyper_parameters(ParamGroup({**values, "name": "ep_size_2"})) == values
+    others: list[dict[str | int, Any]] = [{**values, "name": "ep_size"}, {"lr": 0.1, "name": "ep_size_2"}]
+    for group in others:
+        assert hyper_parameters(ParamGroup(group)) == group

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from reshard.errors import RequestError, ReshardError, listed
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard.options import Options, SourceChoices, SourceSpec
-from reshard_engine.checkpoint import Checkpoint, Question
+from reshard_engine.checkpoint import Checkpoint, ParamGroup, Question
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
@@ -151,8 +151,6 @@ class Format:
     """True if a model's configuration and tokenizer files may be written beside the target's files."""
     takes_choices: ClassVar[bool] = False
     """True if the readers of this format follow `ReadOptions.choices`."""
-    layout_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields of param groups that follow from the layout of a run; `diff` does not compare them."""
     implied_fields: ClassVar[Mapping[str, bool]] = {}
     """Fields of param groups with the value that says what optimizers without the field do; to `diff` it is absent."""
     whole_models: ClassVar[bool] = False
@@ -177,6 +175,10 @@ class Format:
     def names_to_say(self, listing: Listing) -> str:
         """Flags by which a user may say that files are of this format, whose names it does not know; empty for none."""
         return ""
+
+    def layout_fields(self, group: ParamGroup) -> Set[str]:
+        """The fields of a param group whose values follow from the layout of a run: they are no part of its state."""
+        return frozenset()
 
     def reads_model_files(self, request: ConvertRequest) -> bool:
         """True if this format takes facts from a model's configuration, whether or not it lies beside the target."""

@@ -449,7 +449,7 @@ def hyper_parameters(group: ParamGroup) -> dict[str | int, Node]:
 
     A layout decides some of them, some say what is so without them, and the step is a number of each parameter.
     """
-    left_out = {_COUNTER}.union(*(known.layout_fields for known in formats()))
+    left_out = {_COUNTER}.union(*(known.layout_fields(group) for known in formats()))
     implied = {key: value for known in formats() for key, value in known.implied_fields.items()}
     said = ((key, value) for key, value in group.hyper_parameters.items() if key not in left_out)
     return {key: value for key, value in said if not (key in implied and implied[key] is value)}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 from reshard.choices import POINTERS, RngPolicy, TargetFormat, ZeroStage
 from reshard.errors import RequestError, ReshardError, counted, listed
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard.options import DeepSpeedOptions, Options
-from reshard_engine.checkpoint import Checkpoint, Parameter, Question
+from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Question
 from reshard_engine.formats.deepspeed.cautions import HOW_TO_SAY, sectioned, uncut
 from reshard_engine.formats.deepspeed.config import RunConfig
 from reshard_engine.formats.deepspeed.facts import facts_of, run_facts
@@ -17,7 +17,12 @@ from reshard_engine.formats.deepspeed.files import CONFIG, rank_of, replicas_loa
 from reshard_engine.formats.deepspeed.native.reader import DeepSpeedReader
 from reshard_engine.formats.deepspeed.native.target import resolve
 from reshard_engine.formats.deepspeed.native.writer import ZeroWriter, is_pipeline, vocab_rows
-from reshard_engine.formats.deepspeed.parallel.experts import experts_by_layer, fuse_experts, require_divisible
+from reshard_engine.formats.deepspeed.parallel.experts import (
+    experts_by_layer,
+    fuse_experts,
+    ranks_of_group,
+    require_divisible,
+)
 from reshard_engine.formats.deepspeed.parallel.rules import requested_rules
 from reshard_engine.formats.deepspeed.parallel.tensor import Cutter
 from reshard_engine.formats.deepspeed.relabel import relabelled
@@ -49,6 +54,10 @@ class DeepSpeed(Format):
         if target == TargetFormat.UNIVERSAL:
             return UniversalWriter()
         return ZeroWriter()
+
+    def layout_fields(self, group: ParamGroup) -> Set[str]:
+        """The name of a group of experts, which says over how many ranks they are spread (`ep_size_2`)."""
+        return frozenset({"name"}) if ranks_of_group(group) is not None else frozenset()
 
     def read_rules(self, options: Options) -> Mapping[str, Any] | None:
         """The rules of `--rules` and `--family`."""

@@ -26,7 +26,13 @@ from reshard_engine.formats.deepspeed.facts import ARGS, DeepSpeedFacts, facts_o
 from reshard_engine.formats.deepspeed.files import PARAM_SHAPES
 from reshard_engine.formats.deepspeed.native.target import Target
 from reshard_engine.formats.deepspeed.optimizer import is_muons, muons_order
-from reshard_engine.formats.deepspeed.parallel.experts import expert_of, experts_by_layer, fuse_experts, is_expert_group
+from reshard_engine.formats.deepspeed.parallel.experts import (
+    expert_of,
+    experts_by_layer,
+    fuse_experts,
+    is_expert_group,
+    ranks_of_group,
+)
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import (
     Node,
@@ -42,7 +48,6 @@ from reshard_engine.tensors.layout import TargetFile
 MAX_GROUP_ELEMS = 178_956_971
 """The most elements of one rank's part of a group of experts."""
 _SCHEDULER_FILE = re.compile(r"scheduler(?:_\d{1,4})?\.(?:bin|pt)")
-_NAME = re.compile(r"ep_size_([1-9][0-9]{0,8})")
 
 
 def regrouped(checkpoint: Checkpoint, ep: int) -> Checkpoint:
@@ -52,7 +57,7 @@ def regrouped(checkpoint: Checkpoint, ep: int) -> Checkpoint:
         return checkpoint
     sizes = _Sizes(checkpoint)
     old = [checkpoint.members(index) for index in range(len(optimizer.groups))]
-    spread = [_spread(group) for group in optimizer.groups]
+    spread = [ranks_of_group(group) for group in optimizer.groups]
     if not all(sizes.obeys(members, n) for members, n in zip(old, spread, strict=True) if n is not None):
         return checkpoint
     found: list[tuple[int, list[Parameter]]] = []
@@ -108,12 +113,6 @@ def trainers_scheduler(source: Checkpoint, target: Checkpoint, opaque: OpaquePol
         return ()
     template, slots = tree_template("scheduler", target.schedulers[own], target.shard_map, opaque=opaque)
     return (TargetFile(name, template, slots),)
-
-
-def _spread(group: ParamGroup) -> int | None:
-    """The number of expert-parallel ranks over which a group of experts was spread; None for other groups."""
-    match = _NAME.fullmatch(group.name or "") if is_expert_group(group) else None
-    return int(match[1]) if match else None
 
 
 class _Sizes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, cast
@@ -29,7 +29,7 @@ from reshard.choices import DamagedPolicy, NameScheme, OpaquePolicy, TargetForma
 from reshard.errors import RequestError, ReshardError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
 from reshard.options import MegatronOptions, NativeLayout
-from reshard_engine.checkpoint import Checkpoint, Question, Undecided
+from reshard_engine.checkpoint import Checkpoint, ParamGroup, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.containers.torch_file import TreeTensors, open_torch_file
 from reshard_engine.formats.carried import named
@@ -468,11 +468,14 @@ class Megatron(Format):
     of_training = True
     files = KnownFiles(entries=(COMMON,), needed=(DESCRIPTION, MODEL_FILE), numbered=((TRACKER, STEP_DIRECTORY),))
     targets = ("megatron",)
-    layout_fields = frozenset({OF_EXPERTS})
 
     def writer(self, target: str) -> Writer:
         """The writer of distributed checkpoints, and of files for one layout."""
         return MegatronWriter()
+
+    def layout_fields(self, group: ParamGroup) -> Set[str]:
+        """The flag of groups of experts: a run without expert parallelism has the same groups without it."""
+        return frozenset({OF_EXPERTS})
 
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if the description names Megatron's backend: other programs write a `metadata.json` as well.

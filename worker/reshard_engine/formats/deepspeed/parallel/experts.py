@@ -585,7 +585,7 @@ def partition_groups(members: Sequence[tuple[bool, Sequence[int]]], target: Targ
 # Source: deepspeed 0.19.8 `utils/groups.py` (E + D order), `runtime/engine.py` (`_save_moe_checkpoint`,
 # `_get_expert_ckpt_name`), `moe/utils.py` (param groups named `ep_size_N`); verified by loading.
 
-_GROUP_NAME = re.compile(r"ep_size_[0-9]+")
+_GROUP_NAME = re.compile(r"ep_size_([1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,9 +609,15 @@ def is_expert_group(group: ParamGroup) -> bool:
     return group.hyper_parameters.get("moe") is True
 
 
+def ranks_of_group(group: ParamGroup) -> int | None:
+    """The number of expert-parallel ranks in the name of a group of experts; None for all other groups."""
+    match = _GROUP_NAME.fullmatch(group.name or "") if is_expert_group(group) else None
+    return int(match[1]) if match else None
+
+
 def renamed_group(group: ParamGroup, ep: int) -> ParamGroup:
     """A param group of experts under the name for `ep` expert-parallel ranks; other groups unchanged."""
-    if is_expert_group(group) and _GROUP_NAME.fullmatch(group.name or ""):
+    if ranks_of_group(group) is not None:
         return ParamGroup({**group.hyper_parameters, "name": f"ep_size_{ep}"})
     return group
 
