@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest
 # process of tests that crashes ends the run: pytest-xdist 3.8.0 waits forever for the one that replaces it (its issue 1327).
 SPREAD ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # Seconds of all test processes together: what the tests that a change reaches may take in `make test`.
-REACH_S ?= 1200
+REACH_S ?= 600
 # Where Python may not keep what it compiles (PYTHONDONTWRITEBYTECODE), each process that tests and benchmarks start would
 # compile our modules again, for 0.3 s. pip compiles all others when it installs them.
 COMPILE = python -m compileall -q client worker service tests bench
