@@ -80,7 +80,7 @@ def _config(stage: int, *, offload: bool) -> dict[str, Any]:
 
 def train(
     folder: str, stage: int, kind: str = "plain", offload: bool = False, more: list[str] | None = None,
-    resume: str | None = None, steps: int = 2,
+    resume: str | None = None, steps: int = 2, compiled: bool = False,
 ) -> list[float]:  # fmt: skip
     """Some steps under Accelerate, then `save_state` into `folder/state`; rank 0 leaves logits, masters and moments.
 
@@ -92,6 +92,7 @@ def train(
         more: Names of further adapters, which are there and not trained.
         resume: A directory to `load_state` from first.
         steps: How many.
+        compiled: Whether the model is compiled before DeepSpeed gets it.
 
     Returns:
         The losses of these steps, the mean over all ranks.
@@ -105,7 +106,9 @@ def train(
     for name in more or []:
         model.add_adapter(name, LoraConfig(task_type=TaskType.SEQ_2_SEQ_LM, lora_dropout=0.0, r=2, lora_alpha=2))
     trained = [p for p in model.parameters() if p.requires_grad]
-    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+    torch.compiler.set_stance("force_eager" if compiled else "default")
+    running: Any = torch.compile(model) if compiled else model
+    engine, optimizer = accelerator.prepare(running, torch.optim.AdamW(trained, lr=1e-2))
     first = 0
     if resume is not None:
         accelerator.load_state(resume)

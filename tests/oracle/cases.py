@@ -47,6 +47,7 @@ class Case:
         extra_states: modules whose extra states the loss depends on: a mapping and a tensor, or a file of bytes too.
         nested: ``state_dict`` nests one dict per submodule, as Megatron's does, and loading wants it so.
         offload: the optimizer's states are kept on the CPU (``offload_optimizer``), or the parameters too.
+        compiled: ``torch.compile`` wraps the model, or each of its layers, whose names become longer.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Case:
     extra_states: Literal["values", "bytes"] | None = None
     nested: bool = False
     offload: Literal[False, "optimizer", "parameters"] = False
+    compiled: Literal[False, "model", "layers"] = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data from which ``Case(**data)`` is this case again, for the way into a rank."""

@@ -202,10 +202,18 @@ class AdEMAMix(torch.optim.Optimizer):
                 param.addcdiv_(mean, root, value=-group["lr"])
 
 
-def build_model(case: Case, seed: int) -> TinyLM:
+def build_model(case: Case, seed: int) -> Any:
     """The model of ``case`` with weights drawn from ``seed``."""
     torch.manual_seed(seed)
-    return NestedLM(case) if case.nested else TinyLM(case)
+    model = NestedLM(case) if case.nested else TinyLM(case)
+    if not case.compiled:
+        return model
+    torch.compiler.set_stance("force_eager")  # compiling takes a minute, and changes only names
+    if case.compiled == "model":
+        return torch.compile(model)
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = torch.compile(layer)
+    return model
 
 
 def freeze_late(model: Any) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Self
+from typing import ClassVar, Self
 
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models.jobs import NotCarried
@@ -258,6 +258,9 @@ class FormatFacts:
     A family overrides `run_state`, `own_state` and `trees` if its files have names of their own for the run's state.
     """
 
+    engine_names: ClassVar[bool] = False
+    """True if only the engine that saved the files loads `Checkpoint.run_names`; a script loads the model's own."""
+
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """Counters, schedulers, one rank's random states and client state, by the names of the source's files."""
         counted = {f.name: getattr(checkpoint.counters, f.name) for f in fields(checkpoint.counters)}
@@ -331,7 +334,7 @@ class Checkpoint:
     model_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Contents of configuration, tokenizer and similar files by file name, for targets that hold them too."""
     run_names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The names of the run that saved it, by name, where torch.compile made them longer. The same run loads those."""
+    """The names of the run that saved it, by name, where wrapping modules made them longer. That run loads those."""
     module_names: tuple[str, ...] = ()
     """Names of the model's state dict, in its order (param groups have another); empty where nothing shows it."""
     extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
@@ -429,9 +432,19 @@ class Checkpoint:
 
     def as_in_the_run(self) -> Checkpoint:
         """The checkpoint under the names that its run loads."""
-        names = self.run_names
-        if not names:
-            return self
+        return replace(self.renamed(self.run_names), run_names={}) if self.run_names else self
+
+    def as_in_the_script(self) -> Checkpoint:
+        """The checkpoint under the names that a script of its run loads without an engine such as DeepSpeed's."""
+        return self.as_in_the_run() if self.script_names else self
+
+    @property
+    def script_names(self) -> Mapping[str, str]:
+        """The names, by name, that a script of its run loads where wrapping modules made them longer."""
+        return {} if self.facts.engine_names else self.run_names
+
+    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+        """The checkpoint with other names of parameters, buffers, aliases and extra states; others stay."""
         tensors = tuple(replace(t, fqn=names.get(t.fqn, t.fqn)) for t in self.shard_map.tensors)
         return replace(
             self,
@@ -442,7 +455,9 @@ class Checkpoint:
             shard_map=replace(self.shard_map, tensors=tensors),
             module_names=tuple(names.get(n, n) for n in self.module_names),
             extra_states={names.get(n, n): node for n, node in self.extra_states.items()},
-            run_names={},
+            agreements=tuple(replace(a, fqn=names.get(a.fqn, a.fqn)) for a in self.agreements),
+            unexplained=tuple(names.get(n, n) for n in self.unexplained),
+            unproven=frozenset(names.get(n, n) for n in self.unproven),
         )
 
     @property

@@ -21,6 +21,7 @@ from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError, SourceError
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint, Question
+from reshard_engine.formats.model_weights import compiled_names
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
@@ -631,3 +632,18 @@ def test_states_of_other_shapes_go_along(options: dict[str, Any], file: str, key
     held = found.get("optimizer", found)["state"][key]
     assert held.keys() == {"step", "row_var", "col_var"}
     assert all(torch.equal(value, states["state"]["weight"][name]) for name, value in held.items())
+
+
+@pytest.mark.parametrize(
+    ("longer", "run"),
+    [
+        ("_orig_mod.up.weight", "_orig_mod.up.weight"),
+        ("_orig_mod.module.up.weight", "_orig_mod.up.weight"),
+        ("module._orig_mod.up.weight", "_orig_mod.up.weight"),
+        ("module.up._orig_mod.weight", "up._orig_mod.weight"),
+        ("_fsdp_wrapped_module._orig_mod.up.weight", "_orig_mod.up.weight"),
+    ],
+)
+def test_an_engine_loads_the_names_of_a_compiled_model_without_those_of_other_wrappers(longer: str, run: str) -> None:
+    """`compile(DDP(model))` gave `_orig_mod.module.` to targets of DeepSpeed, which nothing loads."""
+    assert compiled_names({"up.weight": longer}) == {"up.weight": run}

@@ -6,11 +6,11 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from reshard.choices import NO_BUFFERS
-from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint, Question, Undecided
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32, SHORT_NAMES, Dtype
@@ -169,6 +169,27 @@ def plain_name(name: str, wrappers: frozenset[str] = _WRAPPERS) -> str:
     return ".".join(p for p in name.split(".") if p not in wrappers)
 
 
+def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint under the model's own names; `run_names` has those that wrapping modules made longer.
+
+    Names that would be equal stay as they are.
+    """
+    owned = [*(p.fqn for p in checkpoint.parameters), *(b.fqn for b in checkpoint.buffers)]
+    every = dict.fromkeys([*owned, *checkpoint.shared, *checkpoint.extra_states, *checkpoint.module_names])
+    plain = {name: plain_name(name) for name in every}
+    longer = {short: name for name, short in plain.items() if short != name}
+    if longer and len({*plain.values()}) == len(plain):
+        checkpoint = replace(checkpoint.renamed(plain), run_names=longer)
+    if not checkpoint.run_names:
+        return checkpoint
+    parts = {part for name in checkpoint.run_names.values() for part in name.split(".") if part in _WRAPPERS}
+    text = (
+        f"{counted(len(checkpoint.run_names), 'tensor name')} with {listed(sorted(parts))}, the name of a module that "
+        "wraps others (torch.compile, FSDP): only a target that the same run loads keeps it"
+    )
+    return replace(checkpoint, warnings=(*checkpoint.warnings, text))
+
+
 def compiled_names(wrapped: Mapping[str, str]) -> dict[str, str]:
     """The names with torch.compile's wrapper alone, by plain name, for those that have it.
 
@@ -176,9 +197,12 @@ def compiled_names(wrapped: Mapping[str, str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for plain, name in wrapped.items():
-        compiled = plain_name(name, _WRAPPERS - {_COMPILED})
-        if _COMPILED in compiled.split("."):
-            found[plain] = compiled.removeprefix("module.") if not plain_name(compiled).startswith(plain) else compiled
+        parts = [part for part in name.split(".") if part == _COMPILED or part not in _WRAPPERS]
+        if _COMPILED in parts:
+            # What is in front of the plain name is `module`, of DistributedDataParallel: inside or around the compiled.
+            extra = len([part for part in parts if part != _COMPILED]) - len(plain.split("."))
+            around = [place for place, part in enumerate(parts) if part != _COMPILED][:extra]
+            found[plain] = ".".join(part for place, part in enumerate(parts) if place not in around)
     return found
 
 

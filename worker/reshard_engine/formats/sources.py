@@ -21,6 +21,7 @@ from reshard.errors import ReshardError, SourceError, counted, listed, printable
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import NO_CHOICES, Format, Reader, ReadOptions, refuse_choices
+from reshard_engine.formats.model_weights import without_wrappers
 from reshard_engine.formats.registry import formats, known_files
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -468,7 +469,7 @@ def read_checkpoint(
     with collector_paused():
         options = ReadOptions(ledger, found.tag, rules, choices, target)
         checkpoint = found.reader.read(found.location, found.listing, options)
-        return replace(checkpoint, family=found.format.name)
+        return without_wrappers(replace(checkpoint, family=found.format.name))
 
 
 def _of_names(location: Location, tag: str | None) -> Found:
@@ -494,4 +495,5 @@ def read_weights(location: Location, listing: Listing, ledger: OpaqueLedger) -> 
     found = _recognise(location, listing, None, of_training=(False,))
     if found is None:
         return None
-    return replace(found.reader.read(location, listing, ReadOptions(ledger)), family=found.format.name)
+    checkpoint = found.reader.read(location, listing, ReadOptions(ledger))
+    return without_wrappers(replace(checkpoint, family=found.format.name))

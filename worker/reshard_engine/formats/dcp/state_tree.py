@@ -149,10 +149,10 @@ class TorchSaveWriter:
         if isinstance(checkpoint.facts, StateTree):
             tree = checkpoint.facts.tree
         else:
-            names = checkpoint.run_names
+            names = checkpoint.script_names
             kept = {names.get(name, name): number for name, number in trainer_facts(checkpoint).numbers.items()}
             odd = {names.get(name, name): states for name, states in odd_states(checkpoint).items()}
-            checkpoint = checkpoint.as_in_the_run()
+            checkpoint = checkpoint.as_in_the_script()
             kept = kept if options.target_param_order is None else _numbers(checkpoint, options.target_param_order)
             groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
             file = _TrainingFile(checkpoint, groups, options, kept, odd)

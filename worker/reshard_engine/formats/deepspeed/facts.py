@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from reshard.errors import RequestError, listed
 from reshard.models.jobs import NotCarried
@@ -95,6 +95,8 @@ OLDEST_VERSION = "0.7.4"
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFacts(FormatFacts):
     """The facts that a reader of DeepSpeed's files notes, for DeepSpeed's writers and for people."""
+
+    engine_names: ClassVar[bool] = True
 
     zero_stage: int | None = None
     """The ZeRO stage; None for a universal checkpoint, which has one form for all stages."""

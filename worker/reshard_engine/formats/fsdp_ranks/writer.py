@@ -100,7 +100,7 @@ class FsdpRanksWriter:
                 "files of FSDP's ranks hold all parameters as the optimizer has them: no --dtype, no --exclude-frozen",
                 fix="leave --dtype and --exclude-frozen out",
             )
-        checkpoint = checkpoint.as_in_the_run()
+        checkpoint = checkpoint.as_in_the_script()
         target = _Target.of(checkpoint, request)
         files = _Files(target)
         laid = [*files.of_all_ranks()]

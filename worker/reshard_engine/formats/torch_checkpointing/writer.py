@@ -108,7 +108,7 @@ class TorchCheckpointingWriter:
                 "--exclude-frozen",
                 fix="leave --dtype and --exclude-frozen out",
             )
-        target = _Target.of(checkpoint.as_in_the_run(), request)
+        target = _Target.of(checkpoint.as_in_the_script(), request)
         laid = [*_Files(target).of_all_ranks()]
         ordered = (*(f for f in laid if not f.commit), *(f for f in laid if f.commit))
         return TargetLayout(ordered, None, tuple(_warnings(target)), not_carried=tuple(_left_out(target)))
