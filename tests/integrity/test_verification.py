@@ -13,11 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from checkpoints import many_small_parameters, write_zero_checkpoint
 from hypothesis import given, strategies as st
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
 
+import reshard
 from house.requests import asked
 from integrity.covered import covered_spans
 from reshard.choices import TargetFormat, VerifyLevel, WeightDtype
@@ -163,6 +168,37 @@ def test_full_says_what_it_read(tmp_path: Path) -> None:
     assert all(s.sha256 and s.directory_sha256 for s in manifest.sources)
     assert all(s.uncovered_bytes == sum(n for _, n in s.uncovered) < s.size_bytes for s in manifest.sources)
     assert manifest.uncovered == ()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize(
+    "shapes", [[(0,), (4,)], [(4,), (0,)], [(0,), (3, 0), (2, 3), (0, 5), (7,)]], ids=["first", "last", "several"]
+)
+def test_full_tells_tensors_without_elements_from_those_behind_them(
+    to: str, shapes: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Both begin at one offset: the digest of the next tensor was compared with that of no bytes."""
+    tensors = {f"t{n}": torch.randn(shape) for n, shape in enumerate(shapes)}
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    target = tmp_path / "out"
+    load_engine().convert(request_for(target, source=tmp_path / "source", to=to, verify=VerifyLevel.FULL))
+    if to == "dcp":
+        loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        keys = FileSystemReader(target / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
+        asked_for = {key: loaded[key.rpartition(".")[2]] for key in keys}
+        dcp.load(asked_for, checkpoint_id=target / "pytorch_model_fsdp_0", no_dist=True)
+    elif to == "torch":
+        loaded = torch.load(target / "pytorch_model.bin", weights_only=True)
+    else:
+        loaded = load_file(target / "model.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    with reshard.open_layout(tmp_path / "source", to=to, exact_crcs=True) as layout:
+        for file in layout.files:
+            if file.path != "reshard.json" and not file.path.endswith(".metadata"):
+                assert layout.read(file.path) == (target / file.path).read_bytes()
 
 
 def test_a_finished_target_is_read_when_full_is_asked_for_later(tmp_path: Path) -> None:

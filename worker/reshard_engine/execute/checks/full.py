@@ -101,16 +101,18 @@ class SecondGathering:
 
     def differing(self, manifest: Manifest) -> list[ManifestTensor]:
         """The tensors of a manifest that were now gathered with another digest, or with two different contents."""
+        # A tensor without elements begins where the next tensor does.
         places = {
-            (number, body.offset): (file.tensors[body.slot], body.dtype)
+            (number, body.offset, body.begin < body.end): (file.tensors[body.slot], body.dtype)
             for number, file in enumerate(self._files)
             for body in file.template.bodies
             if file.tensors[body.slot] != ZEROS
         }
         wrong: list[ManifestTensor] = []
         for entry in manifest.tensors:
-            file, offset, _, _ = entry.extents[0]
-            tensor, dtype = places[file, offset]
+            filled = [extent for extent in entry.extents if extent[2] < extent[3]]
+            file, offset, _, _ = (filled or entry.extents)[0]
+            tensor, dtype = places[file, offset, bool(filled)]
             size_bytes = self._checkpoint.shard_map.tensors[tensor].numel * dtype.itemsize_bytes
             if tensor in self._torn or self._digests.digest(tensor, dtype.name, size_bytes) != entry.xxh3:
                 wrong.append(entry)
