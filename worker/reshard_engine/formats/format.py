@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -35,6 +35,8 @@ class ReadOptions:
     """The user's choices where the files leave several ways to read them."""
     target: str = ""
     """The target that it is read for; a reader may leave out what only other targets hold. Empty if there is none."""
+    refuse_keys: Callable[[Location, Iterable[str]], None] | None = None
+    """Refuses keys of a distributed checkpoint that only a save of another format has (`Format.refuse_keys`)."""
 
 
 class Reader(Protocol):
@@ -159,6 +161,14 @@ class Format:
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if a directory whose names a reader recognises is of this format: some names are of several formats."""
         return True
+
+    def refuse_keys(self, location: Location, keys: Iterable[str]) -> None:
+        """Refuse a distributed checkpoint that no format claims, and whose keys only a save of this format has.
+
+        Raises:
+            SourceError: `checkpoint.incomplete` for a save that did not end, `source.unsupported` for a kind of save
+                that is not read.
+        """
 
     def tracked_tag(self, location: Location, listing: Listing) -> str | None:
         """The directory that a tracker of this format's runs names as the newest checkpoint; None if there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -22,6 +22,7 @@ from reshard_engine.formats.torch_checkpointing.format import TorchCheckpointing
 from reshard_engine.formats.torch_files import TorchFiles
 from reshard_engine.formats.weights.format import Weights
 from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.layout import KnownFiles
 
 _BUILT_IN: tuple[Format, ...] = (
@@ -90,6 +91,17 @@ def format_of(checkpoint: Checkpoint) -> Format:
 def known_files() -> KnownFiles:
     """The file names by which outputs of reshard and checkpoints of any format are recognised."""
     return KnownFiles.of_all((_OURS, *(known.files for known in formats())))
+
+
+def refuse_keys(location: Location, keys: Iterable[str]) -> None:
+    """Refuse a distributed checkpoint whose keys say that it is an unfinished save, or one that is not read.
+
+    Raises:
+        SourceError: `checkpoint.incomplete`, `source.unsupported`.
+    """
+    listed = tuple(keys)
+    for known in formats():
+        known.refuse_keys(location, listed)
 
 
 def check_request(request: ConvertRequest) -> None:

@@ -22,7 +22,7 @@ from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import NO_CHOICES, Format, Reader, ReadOptions, refuse_choices
 from reshard_engine.formats.model_weights import without_wrappers
-from reshard_engine.formats.registry import formats, known_files
+from reshard_engine.formats.registry import formats, known_files, refuse_keys
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
@@ -467,7 +467,7 @@ def read_checkpoint(
     if not found.format.takes_choices:
         refuse_choices(choices, f"{printable(found.location.url)} is of a kind that holds one model")
     with collector_paused():
-        options = ReadOptions(ledger, found.tag, rules, choices, target)
+        options = ReadOptions(ledger, found.tag, rules, choices, target, refuse_keys)
         checkpoint = found.reader.read(found.location, found.listing, options)
         return without_wrappers(replace(checkpoint, family=found.format.name))
 

@@ -17,6 +17,7 @@ Source: megatron-core 0.16.1 and 0.19.2 `dist_checkpointing/strategies/torch.py`
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -117,6 +118,8 @@ _MODEL_SPACE = "fully_sharded_model_space"
 _WEIGHTS_ALONE = (
     "--to safetensors takes the weights alone; or save once with --dist-ckpt-optim-fully-reshardable, which keeps names"
 )
+_OF_FSDP = "optimizer.param_to_group_meta."
+"""The first part of keys that Megatron-FSDP alone has (`fsdp_dtensor`)."""
 _COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
 
 
@@ -490,6 +493,32 @@ class Megatron(Format):
         if common:
             return said is None or _KEY in said
         return said is not None and said.get(_KEY) == _BACKEND
+
+    def refuse_keys(self, location: Location, keys: Iterable[str]) -> None:
+        """Refuse a save of 0.19 without its description, and a save of Megatron-FSDP.
+
+        Raises:
+            SourceError: `checkpoint.incomplete`, `source.unsupported`.
+
+        Source: megatron-core 0.19.2 `dist_checkpointing/serialization.py` (`save`: `metadata.json` is written last, and
+        `common_state` is an entry of the shards), Megatron-LM `training/checkpointing.py` (`fsdp_dtensor` is saved by
+        `torch.distributed.checkpoint.save` alone).
+        """
+        for key in keys:
+            if key.startswith(f"{COMMON_ENTRY}/"):
+                raise SourceError(
+                    "checkpoint.incomplete",
+                    f"{printable(location.url)} holds {printable(key)} of a save of Megatron-core, and no valid "
+                    f"{DESCRIPTION}, which the save writes last",
+                    fix="copy the checkpoint again if it is complete where it was saved; else name an older iteration: "
+                    f"reshard ls {shlex.quote(location.url.rpartition('/')[0])}",
+                )
+            if key.startswith(_OF_FSDP):
+                raise SourceError(
+                    "source.unsupported",
+                    f"{printable(location.url)} is a save of Megatron-FSDP ({printable(key)}), which is not read yet",
+                    fix="save the run as torch_dist, without Megatron-FSDP",
+                )
 
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """The members of param groups, unless experts get groups of their own: a run makes its groups anew."""

@@ -492,7 +492,10 @@ class DcpReader:
         companions = read_companions(location, listing, options.ledger) if lightning else Companions()
         companions.not_carried += beside(listing, is_shard, companions=lightning)
         framework = Framework.LIGHTNING if lightning else None
-        return Assembly(read_state(location, listing), companions, options).checkpoint(Origin(location.url, framework))
+        state = read_state(location, listing)
+        if options.refuse_keys is not None:
+            options.refuse_keys(location, (item.entry.key for item in (*state.tensors, *state.values)))
+        return Assembly(state, companions, options).checkpoint(Origin(location.url, framework))
 
 
 class TrainerReader:
