@@ -647,3 +647,20 @@ def test_states_of_other_shapes_go_along(options: dict[str, Any], file: str, key
 def test_an_engine_loads_the_names_of_a_compiled_model_without_those_of_other_wrappers(longer: str, run: str) -> None:
     """`compile(DDP(model))` gave `_orig_mod.module.` to targets of DeepSpeed, which nothing loads."""
     assert compiled_names({"up.weight": longer}) == {"up.weight": run}
+
+
+def test_a_tie_of_integers_is_kept_for_deepspeed(tmp_path: Path) -> None:
+    """DeepSpeed's files call integers buffers, and a second name of a buffer was in none of them."""
+    weight, table = torch.randn(4, 2), torch.arange(3, dtype=torch.uint8)
+    moments = {"step": torch.tensor(1.0), "exp_avg": weight * 2, "exp_avg_sq": weight**2}
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    model = {"weight": weight, "table": table, "again": table}
+    place = save(tmp_path / "c.pt", {"model": model, "optimizer": {"state": {0: moments}, "param_groups": [group]}})
+    options: dict[str, Any] = {"to": "zero", "dp": 2, "zero_stage": "2", "buffers": "none", "progress": False}
+    reshard.convert(place, tmp_path / "out" / "tag", **options)
+    written = torch.load(tmp_path / "out" / "tag" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert [*written["module"]] == ["weight", "table", "again"]
+    assert written["shared_params"] == {"again": "table"}
+    reshard.convert(tmp_path / "out", tmp_path / "weights", to="torch", progress=False)
+    found = torch.load(tmp_path / "weights" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.items())

@@ -134,7 +134,7 @@ def local_models(checkpoint: Checkpoint, target: Target, cutter: Cutter) -> list
                     parameters=local,
                     layers={p.fqn: p.layer for p in members if p.layer is not None},
                     buffers=buffers,
-                    shared={a: o for a, o in checkpoint.shared.items() if o in inside},
+                    shared={a: o for a, o in checkpoint.shared.items() if o in inside or o in buffers},
                     extra_states=checkpoint.extra_states,
                     paths=paths,
                     fused=fused,
