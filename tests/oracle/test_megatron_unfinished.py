@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import reshard
+from house.promises import command
 from house.rank_cases import rank_case
 from reshard.errors import SourceError
 
@@ -36,6 +38,9 @@ def test_a_save_that_did_not_end_is_incomplete(damage: Callable[[Path], None], p
         with pytest.raises(SourceError, match=r"of a save of Megatron-core, and no valid metadata\.json") as refused:
             ask()
         assert refused.value.code == "checkpoint.incomplete"
+        _, _, listing = (refused.value.fix or "").rpartition(": reshard ")
+        status, out, _ = command(*shlex.split(listing))
+        assert (status, "checkpoint.incomplete" in out) == (0, True)
     assert not (tmp_path / "out").exists()
 
 

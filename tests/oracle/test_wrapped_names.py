@@ -49,9 +49,9 @@ def masters(run: Trained) -> dict[str, Any]:
 
 
 def agrees(model: Any, run: Trained) -> None:
-    held = {name: raw(value) for name, value in model.named_parameters() if value.requires_grad}
-    assert held
-    assert held == masters(run)
+    trained = {name: raw(value) for name, value in model.named_parameters() if value.requires_grad}
+    assert trained
+    assert trained == masters(run)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -78,11 +78,11 @@ def test_torch_loads_distributed_checkpoints_into_the_compiled_model(
     """Its `get_model_state_dict` takes the wrapper's name off, so the keys are those of the plain model."""
     reshard.convert(runs[name].dir, tmp_path / "dcp", to="dcp", framework=framework)
     model = build_model(RUNS[name], RESUME_SEED).float()
-    held = get_model_state_dict(model)
-    state: dict[str, Any] = {"model": held} if framework == "state-dict" else {**held}
+    weights = get_model_state_dict(model)
+    state: dict[str, Any] = {"model": weights} if framework == "state-dict" else {**weights}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    found = {key: raw(value) for key, value in held.items() if key in masters(runs[name])}
-    assert found == masters(runs[name])
+    loaded = {key: raw(value) for key, value in weights.items() if key in masters(runs[name])}
+    assert loaded == masters(runs[name])
 
 
 def test_one_file_has_the_names_of_the_plain_model(runs: dict[str, Trained], tmp_path: Path) -> None:
@@ -120,17 +120,18 @@ def adapter_run(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize("scale", ["of the configuration", "said"])
+@pytest.mark.parametrize("scale", ["of the configuration", "of the request"])
 def test_peft_loads_the_adapter_of_a_compiled_run(adapter_run: Path, tmp_path: Path, scale: str) -> None:
-    said: dict[str, Any] = {"lora_alpha": LORA["plain"]["lora_alpha"]}
-    found = {"model_files": str(adapter_run / "config")}
-    convert(adapter_run / "state", tmp_path / "adapter", "peft", **(said if scale == "said" else found))
+    options: dict[str, Any] = {"lora_alpha": LORA["plain"]["lora_alpha"]}
+    if scale == "of the configuration":
+        options = {"model_files": str(adapter_run / "config")}
+    convert(adapter_run / "state", tmp_path / "adapter", "peft", **options)
     model = PeftModel.from_pretrained(bart(), tmp_path / "adapter")
     truth = Truth(adapter_run / "truth.safetensors", adapter_run / "none")
-    held = model.state_dict()
+    state = model.state_dict()
     wanted = {name.replace("_orig_mod.", ""): value for name, value in truth.kind("fp32").items()}
     assert wanted
-    assert {name: raw(held[name]) for name in wanted} == wanted
+    assert {name: raw(state[name]) for name in wanted} == wanted
     assert torch.allclose(logits_of(model), tensor_of(truth.tensors["logits"]), rtol=0, atol=1e-5)
 
 

@@ -164,9 +164,9 @@ def refuse_equal_names(plain: Collection[str]) -> None:
         )
 
 
-def plain_name(name: str, wrappers: frozenset[str] = _WRAPPERS) -> str:
-    """The name without those of these wrapping modules."""
-    return ".".join(p for p in name.split(".") if p not in wrappers)
+def plain_name(name: str) -> str:
+    """The name without those of wrapping modules."""
+    return ".".join(p for p in name.split(".") if p not in _WRAPPERS)
 
 
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:

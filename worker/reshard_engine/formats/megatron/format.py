@@ -118,6 +118,8 @@ _MODEL_SPACE = "fully_sharded_model_space"
 _WEIGHTS_ALONE = (
     "--to safetensors takes the weights alone; or save once with --dist-ckpt-optim-fully-reshardable, which keeps names"
 )
+_OF_SHARDS = f"{COMMON_ENTRY}/"
+"""The first part of keys of the common state, where it is in the shards (from 0.19 on)."""
 _OF_FSDP = "optimizer.param_to_group_meta."
 """The first part of keys that Megatron-FSDP alone has (`fsdp_dtensor`)."""
 _COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
@@ -505,7 +507,7 @@ class Megatron(Format):
         `torch.distributed.checkpoint.save` alone).
         """
         for key in keys:
-            if key.startswith(f"{COMMON_ENTRY}/"):
+            if key.startswith(_OF_SHARDS):
                 raise SourceError(
                     "checkpoint.incomplete",
                     f"{printable(location.url)} holds {printable(key)} of a save of Megatron-core, and no valid "
