@@ -17,6 +17,7 @@ from house.launchers import no_launcher
 from house.measured import said, say
 from house.order import longest_first
 from house.repository import ROOT
+from house.seeds import commit_seed
 from house.shares import ShareRuns
 from house.subjects import SUBJECTS, mark_subjects
 from house.tiers import STORES, one_of, sampling_turn, take_turns
@@ -64,7 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if (config.option.shares or config.option.one_of > 1) and "PYTEST_XDIST_WORKER" not in os.environ:
         # Worker processes of pytest-xdist draw as this process does.
         os.environ["RESHARD_TURN"] = str(sampling_turn())
-        say(f"samples within tests: RESHARD_TURN={os.environ['RESHARD_TURN']}")
+        os.environ.setdefault("RESHARD_SEED", str(commit_seed()))
+        say(f"drawn with RESHARD_TURN={os.environ['RESHARD_TURN']} and RESHARD_SEED={os.environ['RESHARD_SEED']}")
     if config.option.shares:
         # Worker processes of pytest-xdist run what this process has selected.
         config.stash[_TABLE] = Shares.read()

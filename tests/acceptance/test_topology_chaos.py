@@ -23,6 +23,7 @@ import redis as redis_client
 
 from house.conversions import convert
 from house.measured import say
+from house.seeds import run_seed
 from house.sources import zero_source
 from house.waiting import wait_until
 from reshard.api.client import Client
@@ -126,7 +127,7 @@ source = zero_source(PARAMETERS, stage=2)
 def site(
     make_stack: Callable[[str], Stack], s3: S3Server, postgres: PostgresServer, source: Path, tmp_path: Path
 ) -> Generator[Site]:
-    seed = int(os.environ.get("RESHARD_SEED", "1"))
+    seed = run_seed()
     stack = make_stack("celery")
     stack.scripted = False
     stack.extra = {"RESHARD_SHARE_BYTES": "1", "RESHARD_MAX_WORKERS": "3"}

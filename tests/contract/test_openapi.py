@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from house.seeds import run_seed
 from reshard.api.client import Client
 from reshard.choices import TokenScope
 from servers.postgres import PostgresServer
@@ -115,5 +116,5 @@ def test_the_api_keeps_its_schema(service: Service, principal: Principal, tmp_pa
 @pytest.mark.timeout(FULL_SECONDS + 600)
 @pytest.mark.parametrize("principal", PRINCIPALS, ids=lambda principal: principal.name)
 def test_the_api_keeps_its_schema_for_long(service: Service, principal: Principal, tmp_path: Path) -> None:
-    seed = int(os.environ.get("RESHARD_SEED", "0")) or os.getpid()
+    seed = run_seed()
     sys.stdout.write(fuzz(service, principal, tmp_path, for_seconds(FULL_SECONDS // len(PRINCIPALS)), seed=seed))

@@ -6,7 +6,6 @@ a queue of jobs from and to the object store. No job may be lost, no byte wrong,
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ import pytest
 
 from house.conversions import convert
 from house.measured import say
+from house.seeds import run_seed
 from house.sources import zero_source
 from reshard.api.client import Client
 from reshard.choices import JobState
@@ -145,7 +145,7 @@ def place(
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """`RESHARD_SEED` repeats a run's choices; what they hit depends on the machine's pace."""
-    return int(os.environ.get("RESHARD_SEED") or random.SystemRandom().randrange(1 << 32))
+    return run_seed()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from faults.shared_chaos import TARGETS, Store, Tally, a_service, contents, convert_in_turmoil, expectations
 from house.measured import say
+from house.seeds import run_seed
 from house.sources import zero_source
 from servers.faulty import faulty_proxy
 from servers.postgres import PostgresServer
@@ -40,8 +40,8 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tup
 @pytest.fixture
 def chance() -> random.Random:
     """The seed is printed, and can be given again."""
-    seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(1 << 32))
-    say(f"CHAOS_SEED={seed}")
+    seed = run_seed()
+    say(f"RESHARD_SEED={seed}")
     return random.Random(seed)
 
 

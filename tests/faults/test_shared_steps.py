@@ -6,7 +6,6 @@ more time each with all workers at work from the beginning.
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -15,13 +14,14 @@ from faults import shared_trials
 from faults.judge import Ledger
 from faults.memory_trials import Case, fresh_case
 from faults.small import OPTIONS
+from house.seeds import run_seed
 from reshard.choices import TargetFormat
 from reshard_engine.testing.stores import Fault, MemoryStore, Operation
 
 FAULTS = (Fault.ERROR_BEFORE, Fault.ERROR_AFTER, Fault.KILL_BEFORE, Fault.HANG)
 SHORT = {f: f.removesuffix(" past the lease").removeprefix("effect done, then ") for f in FAULTS}
 SHORT[Fault.ERROR_AFTER] = "error after"
-SEED = int(os.environ.get("RESHARD_SEED", "0")) or random.SystemRandom().getrandbits(32)
+SEED = run_seed()
 STEPS = {
     "begin the session",
     "make ready",

@@ -51,6 +51,12 @@ def modules() -> list[str]:
     return names
 
 
+def head_commit() -> str:
+    """The commit of the working tree; empty where there is no git, as in an unpacked sdist."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
 def files() -> list[Path]:
     """Every file that git tracks or would track; none that is ignored."""
     listed = subprocess.run(

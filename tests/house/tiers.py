@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from house.repository import ROOT
+from house.repository import head_commit
 
 
 def rest_full(cases: Iterable[Any], *always: Any) -> list[Any]:
@@ -63,8 +62,7 @@ def sampling_turn() -> int:
     """
     if given := os.environ.get("RESHARD_TURN"):
         return int(given)
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return zlib.crc32(done.stdout.strip().encode()) % 1000 + sys.version_info.minor
+    return zlib.crc32(head_commit().encode()) % 1000 + sys.version_info.minor
 
 
 def one_of(count: int, items: Iterable[pytest.Item], turn: int) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from house.measured import say
 from house.requests import asked, needed_by
+from house.seeds import run_seed
 from integrity.covered import covered_spans
 from reshard.choices import TargetFormat, VerifyLevel
 from reshard.errors import IntegrityError, ReshardError, SourceError
@@ -24,7 +25,7 @@ from reshard.models.jobs import ConvertRequest, Progress
 from reshard.options import SourceSpec
 
 DATA = Path(__file__).parent.parent / "data"
-SEED = int(os.environ.get("RESHARD_SEED", "0")) or random.SystemRandom().getrandbits(32)
+SEED = run_seed()
 NAME = "global_step3_universal"
 TARGET_FLIPS, SOURCE_FLIPS = 1_200, 500
 BESIDE_FLIPS = [40, pytest.param(150, marks=pytest.mark.full)]

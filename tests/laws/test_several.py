@@ -205,6 +205,8 @@ def _check(
 ) -> None:
     held = {_bits(t) for t in target.values()}
     models = [{_bits(source.tensors[".".join((*p, n))]) for n in names} for p, names in source.models.items()]
+    if answers.get("model_key") == ".":  # tensors that are in no place are a model of that key
+        models.append({_bits(t) for key, t in source.tensors.items() if key in source.state})
     assert any(weights <= held for weights in models), "the target has all weights of no model"
     named = [f".{entry.path}." for entry in result.not_carried]
     for key, tensor in source.tensors.items():

@@ -33,6 +33,7 @@ from shares import (
 
 from house.order import WAITING, longest_first
 from house.repository import ROOT
+from house.seeds import commit_seed
 from house.shares import Tally
 from house.subjects import SUBJECTS, subjects_of
 from house.tiers import one_of, sampling_turn
@@ -350,6 +351,19 @@ def test_a_commit_has_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampling_turn() == sampling_turn()
     monkeypatch.setenv("RESHARD_TURN", "7")
     assert sampling_turn() == 7
+
+
+def test_a_run_of_shares_draws_with_the_seed_of_its_commit() -> None:
+    """Whoever runs the tests of a commit draws what CI draws of it."""
+    given_here = ("RESHARD_SEED", "RESHARD_TURN", "PYTEST_XDIST_WORKER")
+    environment = {name: value for name, value in os.environ.items() if name not in given_here}
+    command = [sys.executable, "-m", "pytest", __file__, "--shares", "quick", "-k", "no_such", "-p", "no:cacheprovider"]
+    runs = [
+        subprocess.run(command, cwd=ROOT, env=environment | given, capture_output=True, text=True, check=False).stdout
+        for given in ({}, {}, {"RESHARD_SEED": "7"})
+    ]
+    seeds = [re.findall(r"RESHARD_SEED=(\d+)", run) for run in runs]
+    assert seeds == [[str(commit_seed())], [str(commit_seed())], ["7"]]
 
 
 def test_long_files_come_first_and_waiting_ones_take_turns_with_busy_ones() -> None:

@@ -10,7 +10,6 @@ changes: they are marked `full`.
 from __future__ import annotations
 
 import os
-import random
 import re
 import shlex
 import shutil
@@ -25,6 +24,7 @@ import pytest
 
 from house.measured import say
 from house.repository import ROOT
+from house.seeds import run_seed
 
 HERE = Path(__file__).parent
 PATCHES = sorted(HERE.glob("*.patch"))
@@ -71,7 +71,7 @@ def git_apply(patch: Path, directory: Path, *options: str) -> subprocess.Complet
 
 def run_with(patch: Path, directory: Path) -> Outcome:
     """Plant the bug in a copy of the sources and run its tests against the copy."""
-    seed = random.SystemRandom().getrandbits(32)
+    seed = run_seed()
     facts = dict(re.findall(r"^(Bug|Tests): (.+)$", patch.read_text(encoding="utf-8"), re.MULTILINE))
     copy_sources(directory)
     applied = git_apply(patch, directory)

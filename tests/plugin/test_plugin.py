@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from house.repository import ROOT
+from house.seeds import run_seed
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.local import engine
@@ -221,7 +221,7 @@ def test_a_broken_one_is_named(case: str, tmp_path: Path) -> None:
 
 def test_the_laws_hold_for_it() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "laws_of_raw_rows.py")]
-    command += [f"--hypothesis-seed={secrets.randbits(32)}"]
+    command += [f"--hypothesis-seed={run_seed()}"]
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
