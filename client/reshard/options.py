@@ -682,7 +682,17 @@ class PeftOptions(FormatOptions):
             label="Scale of the adapter (lora_alpha)",
         ),
     ] = Field(default=None, gt=0, lt=1e9)
-    """The scale of an adapter without `adapter_config.json`."""
+    """`lora_alpha` of an adapter without `adapter_config.json`: its scale is `lora_alpha` / rank."""
+    rslora: Annotated[
+        bool,
+        Option(
+            "The run of --lora-alpha had use_rslora: its scale is lora_alpha / sqrt(rank).",
+            Section.ADAPTERS,
+            4,
+            label="Rank-stabilized scale (use_rslora)",
+        ),
+    ] = Field(default=False, exclude_if=_is_false)
+    """`use_rslora` of an adapter without `adapter_config.json`: its scale is `lora_alpha` / sqrt(rank)."""
     base: Annotated[
         str | None,
         Option(

@@ -93,6 +93,7 @@ WITHOUT_BASE: dict[str, Kind] = {
     "plain": Kind(_Q, exclude_frozen=True),
     "tied": Kind(_Q, tied=True, exclude_frozen=True),
     "dora": Kind(_Q | {"use_dora": True}, exclude_frozen=True, stage=3),
+    "rslora": Kind(_Q | {"use_rslora": True, "lora_alpha": 16}, exclude_frozen=True),
     "bias": Kind(_Q | {"bias": "lora_only"}, model="biased", exclude_frozen=True),
     "lora-bias": Kind(_Q | {"lora_bias": True}, model="biased", exclude_frozen=True),
     "embedding": Kind(_Q | {"target_modules": ["q_proj", "embed_tokens"]}, tied=True, exclude_frozen=True),
@@ -254,6 +255,48 @@ def test_merged_into_a_base_model_from_elsewhere(name: str, slim_sources: Path, 
     options = {"merge_adapter": True, "model_files": files, "base": str(folder / "base"), "verify": "full"}
     convert(folder / "state", tmp_path / "out", "safetensors", **options)
     _as_peft_merges(WITHOUT_BASE[name], folder, tmp_path / "out")
+
+
+def test_a_scale_in_the_request_names_what_it_assumes(slim_sources: Path, tmp_path: Path) -> None:
+    """No tensor shows `use_rslora`: `--lora-alpha` alone warns, and with `--rslora` both results are PEFT's."""
+    kind, folder = WITHOUT_BASE["rslora"], slim_sources / "rslora"
+    merge = {"merge_adapter": True, "base": str(folder / "base"), "lora_alpha": 16}
+    assumed = convert(folder / "state", tmp_path / "assumed", "safetensors", **merge)
+    (warning,) = (w for w in assumed.warnings if "is assumed" in w)
+    assert "assumed to be 16 / rank" in warning
+    for answer in ("--rslora", "alpha_pattern", "init_lora_weights", "--model-files DIR"):
+        assert answer in warning
+    with pytest.raises(AssertionError):
+        _as_peft_merges(kind, folder, tmp_path / "assumed")
+
+    done = convert(folder / "state", tmp_path / "out", "safetensors", rslora=True, **merge)
+    (warning,) = (w for w in done.warnings if "is assumed" in w)
+    assert "assumed to be 16 / sqrt(rank)" in warning
+    assert "--rslora" not in warning
+    shutil.copy(folder / "base" / "config.json", tmp_path / "out")
+    _as_peft_merges(kind, folder, tmp_path / "out")
+
+    exported = convert(folder / "state", tmp_path / "peft", "peft", lora_alpha=16, rslora=True)
+    assert any("assumed to be 16 / sqrt(rank)" in w for w in exported.warnings)
+    merged = PeftModel.from_pretrained(_opened(kind, folder / "base"), tmp_path / "peft").merge_and_unload()
+    theirs = load_file(folder / "merged" / "model.safetensors")
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "word"),
+    [
+        ("peft", {"rslora": True}, "--rslora works only with --lora-alpha"),
+        ("safetensors", {"rslora": True, "lora_alpha": 8}, "are for adapters"),
+    ],
+)
+def test_rslora_is_a_part_of_a_scale_in_the_request(
+    to: str, options: dict[str, Any], word: str, slim_sources: Path, tmp_path: Path
+) -> None:
+    error = _refused(slim_sources / "rslora" / "state", tmp_path / "out", to, **options)
+    assert error.code == "request.invalid"
+    assert word in error.message
 
 
 def _exported_as_peft_saves(kind: Kind, folder: Path, out: Path) -> tuple[str, ...]:

@@ -184,6 +184,8 @@ class OptionKeywords(TypedDict, total=False):
     """Adapter to write or to merge, if the source has several."""
     lora_alpha: float | None
     """Scale of an adapter that has no adapter_config.json."""
+    rslora: bool
+    """The run of `lora_alpha` had use_rslora: its scale is lora_alpha / sqrt(rank)."""
     verify: VerifyLevel | str
     """`full` also reads all of the source and of the output. One of `default`, `full`."""
     on_overflow: OverflowPolicy | str

@@ -11,7 +11,7 @@ import pytest
 from house.expected import raised, some
 from reshard.errors import SourceError
 from reshard.models.jobs import ConvertRequest
-from reshard.options import SourceSpec
+from reshard.options import PeftOptions, SourceSpec
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.peft.adapter_config import CONFIG, AdapterConfig, adapter_config
 from reshard_engine.formats.peft.adapters import scaling_of
@@ -36,7 +36,7 @@ def config_in(data: bytes) -> AdapterConfig:
 )
 def test_what_peft_writes_is_taken(changed: dict[str, Any]) -> None:
     facts = RIGHT | changed
-    assert scaling_of(config_in(json.dumps(facts).encode()), None, ()).alpha == facts["lora_alpha"]
+    assert scaling_of(config_in(json.dumps(facts).encode()), PeftOptions(), ()).alpha == facts["lora_alpha"]
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_what_is_no_json_object_is_refused(data: bytes) -> None:
 )
 def test_a_scale_that_cannot_be_known_is_refused(facts: dict[str, Any], why: str) -> None:
     with pytest.raises(SourceError, match=why):
-        scaling_of(config_in(json.dumps(RIGHT | facts).encode()), None, ())
+        scaling_of(config_in(json.dumps(RIGHT | facts).encode()), PeftOptions(), ())

@@ -21,6 +21,7 @@ CONFIG = "adapter_config.json"
 _OWN_BASE = frozenset({True, False, "gaussian", "eva", "orthogonal", "mica"})
 """Values of `init_lora_weights` that do not change the base weights. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA
 subtract the first factors from them."""
+_CHANGE_BASE = "PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA"
 _UNDERSTOOD = frozenset(
     {
         # Keys that name the run, or that chose its modules and ranks: the tensors show these.
@@ -88,6 +89,23 @@ def adapter_config(checkpoint: Checkpoint, request: ConvertRequest) -> AdapterCo
         raise _wrong("peft_type", kind, "LORA")
     _refuse_wrong_values(facts)
     return AdapterConfig(data, facts)
+
+
+def assumptions(request: ConvertRequest) -> tuple[str, ...]:
+    """What a result assumes of a run whose configuration the request replaces by `--lora-alpha`: empty if it does not.
+
+    No tensor shows these facts (peft 0.21.2 `tuners/lora/layer.py`: `update_layer`, `scaling`).
+    """
+    peft = request.options.peft
+    if peft.lora_alpha is None:
+        return ()
+    root = "sqrt(rank)" if peft.rslora else "rank"
+    others = "" if peft.rslora else "a run with use_rslora needs --rslora; "
+    text = (
+        f"the scale of every module is assumed to be {peft.lora_alpha:g} / {root}: {others}a run with alpha_pattern, "
+        f"or an init_lora_weights that changes base weights ({_CHANGE_BASE}), needs its {CONFIG}: --model-files DIR"
+    )
+    return (text,)
 
 
 def _facts_in(data: bytes) -> dict[str, Any]:

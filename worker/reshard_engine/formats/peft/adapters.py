@@ -18,11 +18,13 @@ import re2
 
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
+from reshard.options import PeftOptions
 from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, Parameter
 from reshard_engine.formats.peft.adapter_config import (
     CONFIG,
     AdapterConfig,
     adapter_config,
+    assumptions,
     not_lora,
     refuse_other_rules,
 )
@@ -62,12 +64,12 @@ class Scaling:
         return alpha / (sqrt(rank) if self.by_root else rank)
 
 
-def scaling_of(config: AdapterConfig | None, alpha: float | None, seen: Iterable[bool | None]) -> Scaling:
+def scaling_of(config: AdapterConfig | None, options: PeftOptions, seen: Iterable[bool | None]) -> Scaling:
     """The scaling of a configuration, or of a scale in the request.
 
     Args:
         config: The run's, if there is one.
-        alpha: `lora_alpha` of the request.
+        options: Have the scale if there is no configuration.
         seen: For each matrix, True if its shape shows that it is stored transposed; None if the shape does not show it.
 
     Raises:
@@ -76,7 +78,8 @@ def scaling_of(config: AdapterConfig | None, alpha: float | None, seen: Iterable
     known = {t for t in seen if t is not None}
     if config is None:
         # Layers of transformers are nn.Linear or, as in GPT-2, all Conv1D.
-        return Scaling(alpha or 0.0, {}, by_root=False, transposed=True in known if len(known) < 2 else None)
+        transposed = True in known if len(known) < 2 else None
+        return Scaling(options.lora_alpha or 0.0, {}, by_root=options.rslora, transposed=transposed)
     facts = config.facts
     patterns = cast("dict[str, float]", facts.get("alpha_pattern") or {})
     by_module = {pattern: float(value) for pattern, value in patterns.items()}
@@ -248,7 +251,7 @@ def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | N
         optimizer=None,
         extra_states={plain_name(n): node for n, node in checkpoint.extra_states.items()},
         not_carried=(*checkpoint.not_carried, *_unused(checkpoint, used)),
-        warnings=(*checkpoint.warnings, *_warnings(run, rules)),
+        warnings=(*checkpoint.warnings, *assumptions(request), *_warnings(run, rules)),
         shard_map=replace(checkpoint.shard_map, tensors=called).with_derived(tensors),
     )
     return replace(model, unties=bool(run.untied))
@@ -302,7 +305,7 @@ def _rules(run: PeftRun, config: AdapterConfig | None, request: ConvertRequest) 
     shapes = [transposed_by_shape(run.values[run.means[f"{m}.weight"]].shape, f) for m, f in run.factors.items()]
     if config is None:
         shapes += _seen(run)
-    scaling = scaling_of(config, request.options.peft.lora_alpha, shapes)
+    scaling = scaling_of(config, request.options.peft, shapes)
     found: dict[str, tuple[str, Merged]] = {}
     for name, module in run.adapted.items():
         place = run.means[name]

@@ -18,7 +18,7 @@ from reshard_engine.formats import carried
 from reshard_engine.formats.format import DryRun, Format, Writer
 from reshard_engine.formats.model_card import with_card
 from reshard_engine.formats.model_weights import Weight, weights_of
-from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config, adapter_files
+from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config, adapter_files, assumptions
 from reshard_engine.formats.peft.adapters import merged
 from reshard_engine.formats.peft.names import (
     TOKENS,
@@ -58,9 +58,17 @@ class Peft(Format):
                 "request.invalid", "an adapter is merged into consolidated weights", fix="--to safetensors"
             )
         adapts = request.to in self.targets or options.merge_adapter
-        if not adapts and (options.adapter is not None or options.lora_alpha is not None):
+        if not adapts and (options.adapter is not None or options.lora_alpha is not None or options.rslora):
             raise RequestError(
-                "request.invalid", "adapter and lora_alpha are for adapters", fix="--to peft, or --merge-adapter"
+                "request.invalid",
+                "--adapter, --lora-alpha and --rslora are for adapters",
+                fix="--to peft, or --merge-adapter",
+            )
+        if options.rslora and options.lora_alpha is None:
+            raise RequestError(
+                "request.invalid",
+                f"--rslora works only with --lora-alpha: {CONFIG} has `use_rslora` itself",
+                fix="leave --rslora out, or give --lora-alpha N",
             )
         if options.base is not None and not options.merge_adapter:
             raise RequestError(
@@ -185,7 +193,7 @@ class PeftWriter:
             *carried.extra_states(checkpoint),
             *carried.named((f"module.{fqn}" for fqn in rest), "no part of the adapter"),
         )
-        layout = TargetLayout(files, None, warnings=absent, not_carried=left)
+        layout = TargetLayout(files, None, warnings=(*absent, *assumptions(request)), not_carried=left)
         return with_card(layout, checkpoint, request, weights=weights)
 
 
@@ -201,11 +209,12 @@ def _config(
     found = adapter_config(checkpoint, request)
     if found is not None:
         return found.data, found.facts
-    config = _made(checkpoint, mine, request.options.peft.lora_alpha or 0.0)
+    config = _made(checkpoint, mine, request.options.peft)
     return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n", config
 
 
-def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], alpha: float) -> dict[str, Any]:
+def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], options: PeftOptions) -> dict[str, Any]:
+    alpha = options.lora_alpha or 0.0
     shapes = checkpoint.shapes()
     # The rank is the first length of A, of embeddings too.
     ranks = {p.module: shapes[p.fqn][0] for p in mine if p.kind in ("lora_A", "lora_embedding_A")}
@@ -228,6 +237,7 @@ def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], alpha: float) -> 
         "lora_dropout": 0.0,
         "bias": "none",
         "lora_bias": any(p.kind == "lora_B" and p.tail == ".bias" for p in mine),
+        "use_rslora": options.rslora,
         "use_dora": any(p.kind == "lora_magnitude_vector" for p in mine),
         "rank_pattern": {m.removeprefix(WRAPPED): r for m, r in sorted(ranks.items()) if r != usual},
         # Whole names: the last parts alone could mean modules that were not adapted.
