@@ -189,6 +189,14 @@ class ReplicaPolicy(StrEnum):
     """The copy of the lowest rank wins; the others are reported."""
 
 
+class EmptyWeights(StrEnum):
+    """Policies for weights of which many have the shape [0], as a model under ZeRO-3 has them between its steps."""
+
+    REFUSE = "refuse"
+    KEEP = "keep"
+    """They are the model's own: they stay as they are."""
+
+
 class DamagedPolicy(StrEnum):
     """Policies for optimizer states that a framework saved at wrong places."""
 

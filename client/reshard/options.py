@@ -18,6 +18,7 @@ from reshard.choices import (
     CkptFormat,
     CommonStatePlace,
     DamagedPolicy,
+    EmptyWeights,
     NameScheme,
     OpaquePolicy,
     OptimizerSharding,
@@ -61,6 +62,10 @@ def is_none(value: object) -> bool:
 
 def _is_false(value: object) -> bool:
     return value is False
+
+
+def _is_refused(value: object) -> bool:
+    return value is EmptyWeights.REFUSE
 
 
 class SourceChoices(RequestModel):
@@ -247,6 +252,16 @@ class ConversionOptions(RequestModel):
     """`zero` and `universal`: whether `latest` (or `latest_universal`) is written beside the target. By default it is
     where the target's parent is a save directory: it has such a file, holds another tag directory, or holds nothing but
     the target and is not the working directory. None is left out of the JSON, as in `SourceChoices`."""
+    empty_weights: Annotated[
+        EmptyWeights,
+        Option(
+            "Many weights of shape [0], as ZeRO-3 leaves them without gathering: refuse, or keep.",
+            Section.CHECKING,
+            5,
+            label="Weights without elements",
+        ),
+    ] = Field(default=EmptyWeights.REFUSE, exclude_if=_is_refused)
+    """Weights that were saved alone, and of which several, and at least a tenth, have the shape [0]."""
     on_overflow: Annotated[
         OverflowPolicy,
         Option(

@@ -65,8 +65,18 @@ def tokens(rows: int, seed: int) -> torch.Tensor:
     return torch.randint(VOCAB, (rows, 12), generator=torch.Generator().manual_seed(seed))
 
 
-def train_and_save(kind: str, stage: int, folder: str, steps: int = 2) -> list[str]:
+def train_and_save(
+    kind: str, stage: int, folder: str, steps: int = 2, persistence: int = 0, ungathered: bool = False
+) -> list[str]:
     """Trains two steps in fp32 and saves ``folder/ckpt``; rank 0 leaves masters and logits in ``truth.safetensors``.
+
+    Args:
+        kind: As in ``config_of``.
+        stage: ZeRO stage.
+        folder: Where everything goes.
+        steps: How many.
+        persistence: Parameters of at most so many elements stay whole at stage 3.
+        ungathered: Whether rank 0 also saves the module as it is, in ``folder/st`` and ``folder/bin``.
 
     Returns:
         The names of the trained parameters.
@@ -76,7 +86,7 @@ def train_and_save(kind: str, stage: int, folder: str, steps: int = 2) -> list[s
     model = AutoModelForCausalLM.from_config(config_of(kind))
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": persistence},
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-2}},
         "steps_per_print": 10**9,
     }
@@ -88,6 +98,10 @@ def train_and_save(kind: str, stage: int, folder: str, steps: int = 2) -> list[s
         engine.backward(loss)
         engine.step()
     engine.save_checkpoint(str(Path(folder, "ckpt")))
+    if ungathered and rank == 0:
+        engine.module.save_pretrained(Path(folder, "st"))
+        Path(folder, "bin").mkdir()
+        torch.save(engine.module.state_dict(), Path(folder, "bin", "pytorch_model.bin"))
     masters = gather_states(engine).tensors
     engine.eval()
     with torch.no_grad():

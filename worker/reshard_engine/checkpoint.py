@@ -260,6 +260,8 @@ class FormatFacts:
 
     engine_names: ClassVar[bool] = False
     """True if only the engine that saved the files loads `Checkpoint.run_names`; a script loads the model's own."""
+    lists_shapes: ClassVar[bool] = False
+    """True if the files list the shapes of parameters apart from their tensors."""
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """Counters, schedulers, one rank's random states and client state, by the names of the source's files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from reshard.choices import (
+    EmptyWeights as EmptyWeights,
     JobKind as JobKind,
     JobState as JobState,
     NameScheme as NameScheme,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         CkptFormat,
         CommonStatePlace,
         DamagedPolicy,
+        EmptyWeights,
         NameScheme,
         OpaquePolicy,
         OptimizerSharding,
@@ -194,6 +195,8 @@ class OptionKeywords(TypedDict, total=False):
     """If copies that must be equal differ: stop, or take the first. One of `error`, `first`."""
     opaque: OpaquePolicy | str
     """Policy for objects of classes that are not on the allow-list. One of `refuse`, `keep`, `drop`."""
+    empty_weights: EmptyWeights | str
+    """Many weights of shape [0], as ZeRO-3 leaves them without gathering: refuse, or keep."""
     threads: int | None
     """Units in parallel; default: one per core, more for object stores."""
     server_copy: ServerCopyPolicy | str

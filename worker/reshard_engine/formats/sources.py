@@ -22,6 +22,7 @@ from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import NO_CHOICES, Format, Reader, ReadOptions, refuse_choices
 from reshard_engine.formats.model_weights import without_wrappers
+from reshard_engine.formats.placeholders import with_placeholders_named
 from reshard_engine.formats.registry import formats, known_files, refuse_keys
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -304,6 +305,23 @@ def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: st
     return _tagged(location, listing, text, code="checkpoint.bad_latest", said_by=f"`{name}`")
 
 
+def training_state_near(location: Location) -> str:
+    """The URL of a training state below a directory or beside it, of those with the highest numbers.
+
+    It is empty if there is none, or if the directories may not be listed.
+    """
+    above = Location(location.store, parent_and_name(location.path)[0], parent_and_name(location.url)[0])
+    for place in (location, above):
+        with suppress(ReshardError):  # a service may not show the directory around its roots
+            names = [d for d in place.store.list_directory(place.path).directories if not d.startswith(".")]
+            for child, inside in _Below(place).look(names).values():
+                known = _recognise(child, inside, None)
+                pointed = not inside.by_name.keys().isdisjoint(known_files().pointers)
+                if pointed or (known is not None and known.format.of_training):
+                    return child.url
+    return ""
+
+
 def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_by: str) -> Found:
     parts, below = tag.split("/"), _Below(location)
     if not tag or len(tag) > 512 or not tag.isprintable() or any(p in ("", ".", "..") for p in parts) or "\\" in tag:
@@ -469,7 +487,11 @@ def read_checkpoint(
     with collector_paused():
         options = ReadOptions(ledger, found.tag, rules, choices, target, refuse_keys)
         checkpoint = found.reader.read(found.location, found.listing, options)
-        return without_wrappers(replace(checkpoint, family=found.format.name))
+        return _as_read(checkpoint, found)
+
+
+def _as_read(checkpoint: Checkpoint, found: Found) -> Checkpoint:
+    return with_placeholders_named(without_wrappers(replace(checkpoint, family=found.format.name)))
 
 
 def _of_names(location: Location, tag: str | None) -> Found:
@@ -495,5 +517,4 @@ def read_weights(location: Location, listing: Listing, ledger: OpaqueLedger) -> 
     found = _recognise(location, listing, None, of_training=(False,))
     if found is None:
         return None
-    checkpoint = found.reader.read(location, listing, ReadOptions(ledger))
-    return without_wrappers(replace(checkpoint, family=found.format.name))
+    return _as_read(found.reader.read(location, listing, ReadOptions(ledger)), found)

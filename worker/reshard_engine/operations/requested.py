@@ -10,8 +10,9 @@ from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import refuse_choices
+from reshard_engine.formats.placeholders import refuse_placeholders
 from reshard_engine.formats.registry import format_writing, formats, left_out, relabelled, rules_of
-from reshard_engine.formats.sources import read_checkpoint, read_weights
+from reshard_engine.formats.sources import read_checkpoint, read_weights, training_state_near
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import foreign_paths
 from reshard_engine.storage.locations import Location, open_location, refuse_link_elsewhere
@@ -37,6 +38,8 @@ def as_requested(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         RequestError: `request.invalid` and `request.unsatisfiable`: it asks for what does not go together.
     """
     refuse_unexplained(checkpoint)
+    source = open_location(request.source.url, request.source.profile)
+    refuse_placeholders(checkpoint, request.empty_weights, lambda: training_state_near(source))
     indifferent = format_writing(request.to).indifferent(checkpoint, request)
     checkpoint.refuse_undecided(*indifferent)
     said = [f"{a.text}: {a.fix}" for a in checkpoint.assumed if a.question not in indifferent]
@@ -87,7 +90,9 @@ def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     """The checkpoint, completed from other places that the request names: a base model, an adapter, a model's files."""
     base = None
     if (place := next(filter(None, (known.base_model(request) for known in formats())), None)) is not None:
-        base = read_base_model(open_location(place, request.source.profile), OpaqueLedger(request.opaque))
+        location = open_location(place, request.source.profile)
+        base = read_base_model(location, OpaqueLedger(request.opaque))
+        refuse_placeholders(base, request.empty_weights, lambda: training_state_near(location))
     written = format_writing(request.to)
     if written.whole_models:
         said = [text for known in formats() for text in known.joined_cautions(checkpoint, request)]

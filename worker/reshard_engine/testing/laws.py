@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.choices import TargetFormat
+from reshard.choices import EmptyWeights, TargetFormat
 from reshard.errors import RequestError, SourceError, StorageError, counted, printable
 from reshard.installed_formats import nested
 from reshard.models.jobs import ConvertRequest, ConvertResult
@@ -150,6 +150,7 @@ class Trial:
         fields: dict[str, Any] = {
             "source": SourceSpec(url=f"{SCHEME}://{SOURCE}", **self.saved.choices),
             "target": f"{SCHEME}://lab/{run}/{TARGET_NAME}",
+            "empty_weights": EmptyWeights.KEEP,  # the models that are drawn have parameters of shape [0] of their own
             **self.options,
             **self.execution,
         }

@@ -97,6 +97,7 @@ class DeepSpeedFacts(FormatFacts):
     """The facts that a reader of DeepSpeed's files notes, for DeepSpeed's writers and for people."""
 
     engine_names: ClassVar[bool] = True
+    lists_shapes: ClassVar[bool] = True
 
     zero_stage: int | None = None
     """The ZeRO stage; None for a universal checkpoint, which has one form for all stages."""
