@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from house.waiting import wait_until
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
@@ -26,6 +27,7 @@ from reshard_engine.storage.urls import scheme_of
 
 CALL_S = 0.04
 """Each read waits for so long, as for a network: waiting is what the workers divide."""
+MEETING_S = 60.0
 LEASE_S = 10.0
 """A worker that is silent for so long counts as dead."""
 
@@ -42,8 +44,8 @@ class Ended:
     """Bytes of the source (`source`) and of the target before the commit (`target`)."""
     checks: Sequence[tuple[int, int]]
     """(wave, number) of the checks that it finished, in order."""
-    cost_bytes: int
-    """The cost of these checks."""
+    costs: Sequence[int]
+    """The cost of each of these checks, in bytes."""
 
 
 def convert_together(
@@ -53,13 +55,16 @@ def convert_together(
     *,
     disturb: Callable[[int], None] = lambda number: None,
     helpers: Sequence[int] = (),
+    meet: bool = False,
 ) -> list[Ended]:
     """Convert with so many workers, each of which calls `disturb` first; returns what they said.
 
-    A count of 0 is a plain conversion. The workers in `helpers` only help, as under a service.
+    A count of 0 is a plain conversion. The workers in `helpers` only help, as under a service. With `meet` no worker
+    finishes its first check before every worker has begun one, however late the machine starts some of them.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    pids = [_forked(request, directory, n, count, disturb, n in helpers) for n in range(max(1, count))]
+    met = count if meet else 0
+    pids = [_forked(request, directory, n, count, disturb, n in helpers, met) for n in range(max(1, count))]
     return [_waited(pid, directory, number) for number, pid in enumerate(pids)]
 
 
@@ -73,8 +78,8 @@ def _waited(pid: int, directory: Path, number: int) -> Ended:
     said = json.loads(answer.read_text()) if answer.exists() else {"result": {}, "read": {}}
     lines = log.read_text().splitlines() if log.exists() else []
     made = [tuple(map(int, line.split())) for line in lines]
-    checks, cost_bytes = [(wave, index) for wave, index, _ in made], sum(cost for _, _, cost in made)
-    return Ended(os.waitstatus_to_exitcode(status[1]), said["result"], said["read"], checks, cost_bytes)
+    checks, costs = [(wave, index) for wave, index, _ in made], [cost for _, _, cost in made]
+    return Ended(os.waitstatus_to_exitcode(status[1]), said["result"], said["read"], checks, costs)
 
 
 def _forked(
@@ -84,6 +89,7 @@ def _forked(
     count: int,
     disturb: Callable[[int], None],
     helps: bool,
+    met: int,
 ) -> int:
     pid = os.fork()
     if pid:
@@ -95,7 +101,7 @@ def _forked(
         for store in (LocalStore, *([service_store(scheme)] if scheme in WRITABLE else [])):
             _count_reads(store, source, read)
         for checks in (AgreementChecks, FullChecks):
-            _log_checks(checks, directory / f"{number}.log")
+            _log_checks(checks, directory / f"{number}.log", met)
         disturb(number)
         work = SharedWork(number=number, count=count, lease_s=LEASE_S) if count else None
         engine = load_engine()
@@ -123,10 +129,17 @@ def _count_reads(store: type[Any], source: str, read: Counter[str]) -> None:
     store.read_into = read_into
 
 
-def _log_checks(checks: type[Checks], log: Path) -> None:
-    real = checks.perform
+def _log_checks(checks: type[Checks], log: Path, met: int) -> None:
+    real, began = checks.perform, log.with_suffix(".began")
 
     def perform(self: Any, item: CheckItem) -> Any:
+        if met:
+            began.touch()
+            wait_until(
+                lambda: len([*log.parent.glob("*.began")]) == met,
+                timeout_s=MEETING_S,
+                what=lambda: f"workers that began a check: {[p.stem for p in log.parent.glob('*.began')]} of {met}",
+            )
         result = real(self, item)
         with log.open("a") as file:
             file.write(f"{item.wave} {item.index} {item.cost_bytes}\n")

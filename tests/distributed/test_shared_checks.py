@@ -31,6 +31,8 @@ from reshard_engine.operations.shared_checks import FullChecks
 from servers.stores import ObjectServer
 
 WORKERS = 4
+LARGEST = 0.1
+"""The largest part of the checks' cost that one check may have: four workers of one pace then divide it evenly."""
 PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(16)] + [("embed.weight", (2048, 256))]
 NORMS = [(f"layer.{n}.norm", (512,)) for n in range(12)]
 COPIED = "default: column\ntp_replicated_parameter_patterns: ['.*norm.*']\n"
@@ -77,21 +79,23 @@ def manifest_facts(text: bytes) -> dict[str, Any]:
 
 
 def judge_shares(ended: Sequence[Ended], alone: Ended, what: str) -> None:
-    """The workers read together what one reads alone, and each makes its part of the checks."""
+    """The workers read together what one reads alone, and each makes checks, none of which is a large part of all.
+
+    How the workers divide the rest depends on the pace of the machine: it is printed.
+    """
     for place in ("source", "target"):
         read, plain = [e.read_bytes.get(place, 0) for e in ended], alone.read_bytes[place]
         megabytes = [round(r / 1e6, 1) for r in read]
         say(f"--verify full, {what}: MB read of the {place}: alone {plain / 1e6:.1f}, workers {megabytes}")
         # Each worker reads the source's metadata, and a block that ends in another file is read there again.
         assert 0.95 * plain <= sum(read) <= 1.1 * plain + len(ended) * (3 << 20)
-        assert max(read) <= 0.7 * sum(read), f"one worker read most of the {place}"
     checks = Counter(c for e in ended for c in e.checks)
     assert {wave for wave, _ in checks} >= {SOURCE, FILES, GATHERING}
     assert max(checks.values()) == 1, "something was checked twice"
-    shares = [round(e.cost_bytes / sum(x.cost_bytes for x in ended), 2) for e in ended]
-    say(f"--verify full, {what}: shares of the checks {shares}")
-    assert min(shares) >= 0.05, "a worker made almost no checks"
-    assert max(shares) <= 0.5, "a worker made many more checks than a quarter"
+    costs = [cost for e in ended for cost in e.costs]
+    say(f"--verify full, {what}: shares of the checks {[round(sum(e.costs) / sum(costs), 2) for e in ended]}")
+    assert all(e.checks for e in ended), "a worker made no checks"
+    assert max(costs) <= LARGEST * sum(costs), "a worker that is given one check cannot keep the others waiting"
 
 
 @pytest.mark.usefixtures("nobody_dies")
@@ -100,7 +104,9 @@ def judge_shares(ended: Sequence[Ended], alone: Ended, what: str) -> None:
 )
 def test_each_worker_reads_its_part_on_a_directory(to: str, source: Path, tmp_path: Path) -> None:
     (plain,) = convert_together(request_for(source, tmp_path / "alone", to, TARGETS[to]), tmp_path / "plain", 0)
-    ended = convert_together(request_for(source, tmp_path / "together", to, TARGETS[to]), tmp_path / "said", WORKERS)
+    ended = convert_together(
+        request_for(source, tmp_path / "together", to, TARGETS[to]), tmp_path / "said", WORKERS, meet=True
+    )
     assert [e.status for e in ended] == [0] * WORKERS, [e.result for e in ended]
     assert contents(tmp_path / "together") == contents(tmp_path / "alone")
     alone, together = ((tmp_path / name / MANIFEST_NAME).read_bytes() for name in ("alone", "together"))
@@ -123,7 +129,8 @@ def test_each_worker_reads_its_part_in_an_object_store(
         monkeypatch.setenv(name, value)
     options = {**TARGETS[to], "part_bytes": 5 << 20}
     (plain,) = convert_together(request_for(f"{root}/run", f"{root}/alone", to, options), tmp_path / "plain", 0)
-    ended = convert_together(request_for(f"{root}/run", f"{root}/together", to, options), tmp_path / "said", WORKERS)
+    shared = request_for(f"{root}/run", f"{root}/together", to, options)
+    ended = convert_together(shared, tmp_path / "said", WORKERS, meet=True)
     assert [e.status for e in ended] == [0] * WORKERS, [e.result for e in ended]
     alone, together = (store.read_all(bucket, name) for name in ("alone/", "together/"))
     assert manifest_facts(together.pop(MANIFEST_NAME)) == manifest_facts(alone.pop(MANIFEST_NAME))

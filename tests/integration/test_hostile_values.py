@@ -233,7 +233,8 @@ def test_no_value_at_any_place_is_our_fault(api: TestClient) -> None:
         url = f"{path}?{'&'.join(f'{name}={value}' for name, value in query.items())}"
         answer = api.request(method, url, content=content, headers=headers)
         assert answer.status_code < 500, (method, url, content, answer.text)
-        documented_as(facts, answer)
+        if "%2F" not in path:  # a slash in an id makes the path one of another route, or of none
+            documented_as(facts, answer)
         if method == "PUT" and answer.status_code == 202:
             # The event stream of a job that waits would not end.
             api.post(f"{path}/cancel")
