@@ -367,6 +367,7 @@ class Training:
             num_experts=run.experts if moe else None,
             moe_ffn_hidden_size=config.moe_ffn_hidden_size if moe else None, moe_router_topk=2,
             moe_layer_freq=1, moe_grouped_gemm=False,
+            hetereogenous_dist_checkpoint=getattr(config, "hetereogenous_dist_checkpoint", False),
             decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
             decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
             account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,
@@ -415,13 +416,19 @@ class Training:
         copy = ps.get_data_parallel_rank(with_context_parallel=True)
         return ShardedObject("rng_state", self._random(), (run.pp, run.tp), place, replica_id=copy)
 
-    def save_distributed(self, root: Path, sharding: str, *, corrected: bool = False) -> None:
-        """Save with `dist_checkpointing.save`, as `--ckpt-format torch_dist` does; or as a corrected Megatron would."""
+    def save_distributed(
+        self, root: Path, sharding: str, *, corrected: bool = False, content: Mapping[str, bool] | None = None
+    ) -> None:
+        """Save with `dist_checkpointing.save`, as `--ckpt-format torch_dist` does; or as a corrected Megatron would.
+
+        `content` changes entries of the content metadata, which decide the keys.
+        """
         from megatron.core import dist_checkpointing
 
         metadata = {
             "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
             "distrib_optim_sharding_type": sharding, "distrib_optim_fully_reshardable_mem_efficient": True,
+            **(content or {}),
         }  # fmt: skip
         ranks = {"dp_cp_group": self.ps.get_data_parallel_group(with_context_parallel=True)}
         models = {name: m.sharded_state_dict(metadata=metadata | ranks) for name, m in self._models_by_name().items()}
@@ -606,6 +613,7 @@ def train(
     *,
     load: list[str] | None = None,
     save: list[list[str]] | None = None,
+    content: dict[str, bool] | None = None,
     megatron: str | None = None,
 ) -> dict[str, Any]:
     """Train or go on; returns the losses of the steps before the save (none for a run that loads) and after it.
@@ -617,6 +625,7 @@ def train(
         save: Form and directory of each save; a form is that of an optimizer (`fully_reshardable`, `dp_reshardable`,
             `dp_zero_gather_scatter`, up to 0.14 `fully_sharded_model_space`), `torch`, or `corrected`:
             `fully_reshardable` as Megatron-LM#5077 corrects it. A plain optimizer is saved as it is.
+        content: Entries of the content metadata of distributed saves, such as `singleton_local_shards`.
         megatron: Where another version of Megatron-core is than the one of all tests.
     """
     start_world()
@@ -636,8 +645,8 @@ def train(
         if form == "torch":
             training.save_legacy(Path(place))
         elif form == "corrected":
-            training.save_distributed(Path(place), "fully_reshardable", corrected=True)
+            training.save_distributed(Path(place), "fully_reshardable", corrected=True, content=content)
         else:
-            training.save_distributed(Path(place), form)
+            training.save_distributed(Path(place), form, content=content)
     after = [training.step(training.iteration + 1) for _ in range(STEPS)]
     return {"before": before, "after": after}

@@ -91,6 +91,7 @@ def _close(case: dict[str, Any]) -> float:
 
 
 GPT, LLAMA, MOE = {"model": "gpt"}, {"model": "llama"}, {"model": "moe"}
+SINGLETON = {"singleton_local_shards": True}
 CASES: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]]]] = {
     "gpt": (GPT | {"tp": 2, "dp": 2}, "fully_reshardable", [{}, {"pp": 2}, {"tp": 4}]),
     "buckets": (LLAMA | {"tp": 2, "pp": 2}, "dp_reshardable", [{}, {"tp": 4}]),
@@ -155,6 +156,45 @@ def test_megatron_goes_on_at_other_layouts(name: str, tmp_path: Path, worlds: Wo
         assert reshard.verify(target).ok
         now = {k: v for k, v in case.items() if k not in own} | layout
         goes_on(worlds, begun, now, ["torch_dist", str(target.parent)], tmp_path / f"now_{number}", close=_close(case))
+
+
+NUMBERED: dict[str, tuple[dict[str, Any], str, dict[str, bool], list[tuple[dict[str, Any], dict[str, Any]]]]] = {
+    "gpt": (GPT | {"tp": 2, "dp": 2}, "fully_reshardable", SINGLETON, [({"pp": 2}, {}), ({"tp": 4}, {})]),
+    "llama": (
+        LLAMA | {"tp": 2, "pp": 2, "dtype": "bf16"},
+        "dp_reshardable",
+        SINGLETON,
+        [({"tp": 4}, {}), ({"dp": 2, "pp": 2}, {"optimizer_sharding": "dp_reshardable"})],
+    ),
+    "plain": (LLAMA | {"tp": 2, "plain": True, "dtype": "bf16"}, "fully_reshardable", SINGLETON, [({"pp": 2}, {})]),
+    "experts": (
+        MOE | {"ep": 2, "dp": 2},
+        "fully_reshardable",
+        SINGLETON,
+        [({"tp": 2}, {}), ({"dp": 4, "ep": 4}, {}), ({"pp": 2}, {"ckpt_format": "torch"})],
+    ),
+    # The run itself asks for such keys, and directories of ranks have no keys that show it.
+    "arguments": (LLAMA | {"more": {"hetereogenous_dist_checkpoint": True}}, "torch", {}, [({"tp": 2}, {})]),
+    "layers_alone": (LLAMA | {"dp": 2}, "fully_reshardable", {"non_homogeneous_layers": True}, [({"tp": 2}, {})]),
+}
+"""Names of cases: the run, the form of its save, entries of its content metadata that give each layer keys of its own,
+and the layouts that go on, each with the options that say what is written."""
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_megatron_goes_on_from_layers_with_keys_of_their_own(name: str, tmp_path: Path, worlds: Worlds) -> None:
+    """The loader asks for the keys that the content metadata describes: these must be the keys that are written."""
+    case, form, content, layouts = NUMBERED[name]
+    begun = run(worlds, case, tmp_path / "begun", save=[[form, str(tmp_path / "saved")]], content=content)
+    own = {"tp", "pp", "dp", "ep"}
+    for number, (layout, options) in enumerate(layouts):
+        target = tmp_path / f"to_{number}" / STEP
+        sizes = {axis: layout.get(axis, 1) for axis in own} if options else {"ep": layout.get("ep", 1)}
+        result = reshard.convert(tmp_path / "saved", target, to="megatron", progress=False, **sizes, **options)
+        assert not [n.path for n in result.not_carried]
+        now = {k: v for k, v in case.items() if k not in own} | layout
+        kind = "torch" if "ckpt_format" in options else "torch_dist"
+        goes_on(worlds, begun, now, [kind, str(target.parent)], tmp_path / f"now_{number}", close=_close(case))
 
 
 def test_megatron_goes_on_from_files_of_megatron_bridge(tmp_path: Path, worlds: Worlds) -> None:

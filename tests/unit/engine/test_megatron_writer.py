@@ -5,6 +5,7 @@ The runs are random states in layouts that are drawn; real Megatron-core loads s
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import reshard
 from house.megatron_runs import EMBEDDING, OUTPUT, MegatronRun, entry_of
 from oracle.whole_tensors import named, whole
 from reshard.errors import RequestError, ReshardError
+from reshard_engine.formats.megatron.model import COMMON_ENTRY
 
 STEP = "iter_0000007"
 
@@ -118,6 +120,41 @@ def test_the_common_state_is_in_a_file_or_an_entry(tmp_path: Path) -> None:
     said = json.loads((tmp_path / "entry" / STEP / "metadata.json").read_text())
     assert said == {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     assert reshard.diff(tmp_path / "file" / STEP, tmp_path / "entry" / STEP).equal
+
+
+@pytest.mark.parametrize(
+    ("said", "numbered"),
+    [
+        ({}, False),
+        ({"moe_layer_freq": 1, "heterogeneous_layers_config_path": ""}, False),
+        ({"moe_layer_freq": [1, 0, 1, 1]}, True),
+        ({"linear_attention_freq": 2}, True),
+        ({"hetereogenous_dist_checkpoint": True}, True),
+        ({"heterogeneous_layers_config_encoded_json": "{}"}, True),
+    ],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"common_state": "entry"}, {"optimizer_sharding": "dp_reshardable", "dp": 2}], ids=str
+)
+def test_the_content_metadata_describes_the_keys(
+    said: dict[str, Any], numbered: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """From it the loader derives the keys that it asks for (`TransformerBlock.sharded_state_dict`)."""
+    run = MegatronRun(said={"accumulate_allreduce_grads_in_fp32": True, **said})
+    target = tmp_path / "out" / STEP
+    written(run.save_legacy(tmp_path / "saved"), target, **options)
+    keys = FileSystemReader(str(target)).read_metadata().state_dict_metadata
+    assert ("decoder.layers.3.mlp.linear_fc1.weight" in keys) is numbered
+    assert ("decoder.layers.mlp.linear_fc1.weight" in keys) is not numbered
+    if "common_state" in options:
+        state: Any = {f"{COMMON_ENTRY}/shard_0_1": io.BytesIO()}
+        _load_state_dict(state, FileSystemReader(str(target)), no_dist=True)
+        (common,) = state[f"{COMMON_ENTRY}/shard_0_1"]
+    else:
+        common = torch.load(target / "common.pt", weights_only=False)
+    content_metadata = common["content_metadata"]
+    assert content_metadata.get("non_homogeneous_layers", False) is numbered
+    assert content_metadata["singleton_local_shards"] is False
 
 
 def test_experts_get_groups_of_their_own_and_lose_them(tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ _IDENTITY = (
     "pre_lr_mult",
 )  # fmt: skip
 """Fields that tell groups apart, beside that of experts; 0.16 asks for the first three."""
+_FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
+"""Arguments that say which layers have experts, or linear attention: a number above 1, or a list, for some of them."""
+_HETEROGENEOUS = (
+    "hetereogenous_dist_checkpoint", "heterogeneous_block_specs", "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+)  # fmt: skip
+"""Arguments of runs whose layers differ otherwise; the first is spelt as Megatron-core spells it."""
 _VERSION = 3.0
 """The version of checkpoints whose query, key and value lie as they do since 2020."""
 _ASSUMED = (
@@ -94,9 +101,14 @@ class CommonState:
 
     @property
     def layers_differ(self) -> bool:
-        """True for a run some of whose layers have experts and others none (`moe_layer_freq`)."""
-        frequency = self.args.get("moe_layer_freq")
-        return isinstance(frequency, PList) or (isinstance(frequency, int) and frequency > 1)
+        """True for a run whose layers have keys of their own, as its arguments say that they differ.
+
+        Source: megatron-core 0.16.1 `transformer/transformer_block.py` (`sharded_state_dict`).
+        """
+        frequencies = [self.args.get(name) for name in _FREQUENCIES]
+        if any(isinstance(one, PList) or (isinstance(one, int) and one > 1) for one in frequencies):
+            return True
+        return any(isinstance(one := self.args.get(name), bool | str) and bool(one) for name in _HETEROGENEOUS)
 
     def scaler(self) -> Node:
         """The state of the loss scaler of the first optimizer that has one; None if none has."""

@@ -117,6 +117,15 @@ class KeyRules:
                     key = f"{head}.{engine}{tail}"
         return Entry(key, index, number)
 
+    def numbers_every_layer(self, names: Iterable[str]) -> bool:
+        """True if every layer of these parameters has keys of its own, as the loader must then be told.
+
+        Source: megatron-core 0.14.0 and 0.16.1 `transformer/transformer_block.py` (`sharded_state_dict`: a run whose
+        layers are equal asks for such keys where the metadata says `non_homogeneous_layers`); verified by running.
+        """
+        blocks = {layer[1] for name in names if (layer := _OF_LAYER.fullmatch(name)) is not None}
+        return bool(blocks) and blocks <= self.numbered
+
     @classmethod
     def of(cls, entries: Iterable[tuple[str, str]]) -> KeyRules:
         """The rules by which a checkpoint has these keys, each with the name of a parameter in it."""

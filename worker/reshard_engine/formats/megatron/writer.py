@@ -252,7 +252,12 @@ class Layout:
         """Arguments, param groups, scheduler and counters."""
         kind = self._sharding
         optimizers = [self._optimizer_dict(one) for one in self._optimizers()]
+        # From this the loader derives the keys that it asks for, so that each entry must describe the written keys:
+        # halves of gated units and experts are joined, and no optimizer's keys have a prefix but those of buckets, for
+        # which the loader ignores the entry.
         metadata: dict[str | int, Node] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if self._facts.rules.numbers_every_layer(p.fqn for p in self._checkpoint.parameters):
+            metadata["non_homogeneous_layers"] = True
         if kind is not OptimizerSharding.NONE:
             metadata |= {_SHARDING: kind.value, "distrib_optim_fully_reshardable_mem_efficient": False}
         changes: dict[str, Node] = {"ckpt_format": self._options.ckpt_format.value}
