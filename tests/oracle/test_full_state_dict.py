@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import reshard
 from house.promises import command
@@ -423,3 +424,92 @@ def test_a_consolidated_optimizer_is_one_like_any_other(tmp_path: Path, fsdp: Fs
     fsdp.worlds.run("oracle.fsdp_ranks_load:load", world=3, timeout_s=TIMEOUT_S, **jobs)
     loaded = {k.replace("/model", "/fp32"): v for k, v in load_file(tmp_path / "loaded.safetensors").items()}
     assert all(torch.equal(loaded[k], v) for k, v in truth.items())
+
+
+WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
+    "module.": nn.parallel.DistributedDataParallel,
+    "_orig_mod.module.": lambda model: torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager"),
+    "module._orig_mod.": lambda model: nn.parallel.DistributedDataParallel(
+        torch.compile(model, backend="eager")  # pyright: ignore[reportArgumentType]
+    ),
+}
+"""Wrappers of a script's model, by the prefix of the names in their state dicts."""
+
+
+def trained_under(prefix: str) -> tuple[Any, torch.optim.Optimizer]:
+    """A model under a wrapper and its optimizer, whose two groups no shapes tell apart, after two steps."""
+    torch.manual_seed(11)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    wrapped = WRAPPED[prefix](model)
+    groups = [
+        {"params": [model[3].weight, model[0].weight, model[1].bias], "weight_decay": 0.1},
+        {"params": [model[2].bias, model[0].bias, model[3].bias, model[1].weight, model[2].weight]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+    return wrapped, optimizer
+
+
+def in_its_order(optimizer: torch.optim.Optimizer, names: Mapping[str, nn.Parameter]) -> list[str]:
+    """The names of an optimizer's parameters in its order."""
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("prefix", WRAPPED)
+def test_an_order_has_the_names_of_inspect_or_of_the_script(prefix: str, tmp_path: Path) -> None:
+    """`inspect` leaves the names of wrappers out, and the script prints them."""
+    with alone():
+        wrapped, optimizer = trained_under(prefix)
+        state = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}
+        own = dict(wrapped.named_parameters())
+    assert all(name.startswith(prefix) for name in own)
+    torch.save(state, tmp_path / "checkpoint.pt")
+    script = in_its_order(optimizer, own)
+    plain = [name.removeprefix(prefix) for name in script]
+    assert {t.fqn for t in reshard.inspect(tmp_path / "checkpoint.pt").tensors} == {*plain}
+    for said, order in {"inspect": plain, "script": script, "ddp": [f"module.{name}" for name in plain]}.items():
+        file = tmp_path / f"{said}.txt"
+        file.write_text("\n".join(order) + "\n")
+        found = written(tmp_path / "checkpoint.pt", tmp_path / said, param_order=str(file))
+        held = named(found)
+        for name, parameter in own.items():
+            short = name.removeprefix(prefix)
+            assert torch.equal(held[f"{short}/model"], parameter.detach())
+            for key, value in optimizer.state[parameter].items():
+                assert torch.equal(held[f"{short}/{key}"], value), f"{said}: {short}/{key}"
+        assert [g["params"] for g in found["optimizer"]["param_groups"]] == [plain[:3], plain[3:]]
+        assert [g["weight_decay"] for g in found["optimizer"]["param_groups"]] == [0.1, 0.0]
+
+
+def test_an_optimizer_with_names_is_of_a_model_under_ddp(tmp_path: Path) -> None:
+    """`get_optimizer_state_dict` leaves the names of wrappers out, and `model.state_dict()` of DDP has them."""
+    with alone():
+        wrapped, optimizer = trained_under("module.")
+        state = {"model": wrapped.state_dict(), "optimizer": get_optimizer_state_dict(wrapped, optimizer)}
+        own = dict(wrapped.named_parameters())
+    assert {*state["optimizer"]["state"]} == {name.removeprefix("module.") for name in own}
+    torch.save(state, tmp_path / "checkpoint.pt")
+    held = named(written(tmp_path / "checkpoint.pt", tmp_path / "dcp"))
+    for name, parameter in own.items():
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(held[f"{name.removeprefix('module.')}/{key}"], value), f"{name}/{key}"
+
+
+def test_buffers_have_the_names_of_inspect_or_of_the_script(tmp_path: Path) -> None:
+    with alone():
+        torch.manual_seed(12)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+        options: dict[str, Any] = {"to": "zero", "dp": 2, "zero_stage": "1", "param_order": "model", "progress": False}
+    for said, buffers in {"inspect": "1.running_*", "script": "module.1.running_mean,module.1.running_var"}.items():
+        place = tmp_path / said / "global_step1"
+        reshard.convert(tmp_path / "checkpoint.pt", place, buffers=buffers, **options)
+        written_states = torch.load(place / "mp_rank_00_model_states.pt", weights_only=False)
+        assert {"1.running_mean", "1.running_var"} <= {*written_states["buffer_names"]}

@@ -464,6 +464,16 @@ def test_two_candidates_of_one_shape_are_not_told_apart_by_numbers(second: dict[
     # The user's word on buffers leaves one candidate.
     found = read(source, buffers=name)
     assert (found.undecided, [p.fqn for p in found.trained]) == ((), list(params))
+    # A script under DDP has longer names than `inspect` lists, and either form is the tensor's.
+    under_ddp = saved(
+        tmp_path / "ddp",
+        {"model": {f"module.{n}": t for n, t in held.items()}, "optimizer": numbered(optimizer(params))},
+    )
+    for said in (name, f"module.{name}"):
+        found = read(under_ddp, buffers=said)
+        assert (found.undecided, [p.fqn for p in found.trained]) == ((), list(params))
+        wrapped = tuple(f"{said.removesuffix(name)}{n}" for n in params)
+        assert [p.fqn for p in read(under_ddp, param_order=wrapped).trained] == list(params)
 
 
 # Tensors that no optimizer trains.

@@ -21,7 +21,7 @@ from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError, SourceError
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint, Question
-from reshard_engine.formats.model_weights import compiled_names
+from reshard_engine.formats.model_weights import StoredNames, compiled_names, plain_names, shown_names, tensors_named
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
@@ -647,6 +647,32 @@ def test_states_of_other_shapes_go_along(options: dict[str, Any], file: str, key
 def test_an_engine_loads_the_names_of_a_compiled_model_without_those_of_other_wrappers(longer: str, run: str) -> None:
     """`compile(DDP(model))` gave `_orig_mod.module.` to targets of DeepSpeed, which nothing loads."""
     assert compiled_names({"up.weight": longer}) == {"up.weight": run}
+
+
+def test_a_list_of_names_is_read_as_inspect_lists_them_if_it_can_be() -> None:
+    """DDP's prefix before a submodule that is called `module`: one name is two tensors', by who says it."""
+    stored = StoredNames(plain_names(["module.module.up", "module.up"]))
+    assert stored.of_list(["module.up", "up"]) == ["module.module.up", "module.up"]
+    assert stored.of_list(["module.module.up", "module.up"]) == ["module.module.up", "module.up"]
+    assert stored.of("module.up") == "module.up", "an optimizer of the file has the names of the file"
+    compiled = StoredNames(plain_names(["_orig_mod.module.up", "_orig_mod.module.down"]))
+    names = ["up", "module.up", "_orig_mod.up", "module._orig_mod.up", "_orig_mod.module.up"]
+    assert compiled.of_list(names) == ["_orig_mod.module.up"] * 5
+    assert compiled.of_list(["up", "left"]) == ["_orig_mod.module.up", None]
+
+
+def test_a_form_of_two_names_is_the_name_of_neither() -> None:
+    stored = StoredNames(shown_names(["_orig_mod.up", "up"]))
+    assert [stored.of(name) for name in ("up", "_orig_mod.up")] == ["up", "_orig_mod.up"]
+    assert stored.of("_fsdp_wrapped_module.up") is None
+
+
+def test_a_pattern_names_the_tensors_that_inspect_lists_first() -> None:
+    shown = plain_names(["module.module.mean", "module.mean"])
+    assert tensors_named("module.*", shown) == {"module.module.mean"}
+    assert tensors_named("*.mean", shown) == {"module.module.mean"}
+    assert tensors_named("module.module.*", shown) == {"module.module.mean"}
+    assert tensors_named("left", shown) == set()
 
 
 def test_a_tie_of_integers_is_kept_for_deepspeed(tmp_path: Path) -> None:

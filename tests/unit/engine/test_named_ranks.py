@@ -201,6 +201,21 @@ def test_numbers_are_proven_by_shapes_or_asked_for(tmp_path: Path) -> None:
     reshard.convert(open_, tmp_path / "w", to="safetensors", rank_files=PATTERN, progress=False)
 
 
+def test_an_order_names_parameters_with_or_without_wrappers(tmp_path: Path) -> None:
+    order = ("norm", "b.weight", "a.weight", "embed")
+
+    def wrapped(_: int, value: State) -> None:
+        value["model"] = {f"_fsdp_wrapped_module.{n}": t for n, t in value["model"].items()}
+
+    source = save(tmp_path / "in", keys=order.index, change=wrapped)
+    assert {t.fqn for t in inspect(source).tensors} == {*SHAPES, "count"}
+    for prefix in ("", "_fsdp_wrapped_module.", "module."):
+        convert(source, tmp_path / f"out{prefix}", param_order=[f"{prefix}{name}" for name in order])
+        assert_right(tmp_path / f"out{prefix}")
+    error = refused(source, param_order=[*order[:-1], "embedding"])
+    assert (error.code, error.fix) == ("request.invalid", "name parameters as `reshard inspect` lists them")
+
+
 def test_flat_shards_of_a_script_are_not_guessed(tmp_path: Path) -> None:
     """FSDP1 with `use_orig_params=False`: one state for each unit, whose contents only its wrapping policy says."""
     flat = {"exp_avg": torch.arange(20.0), "exp_avg_sq": torch.arange(20.0), "step": torch.tensor(3.0)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -142,11 +142,39 @@ def plain_names(names: Sequence[str]) -> dict[str, str]:
     Raises:
         SourceError: `checkpoint.ambiguous` if two names become one.
     """
-    found = {name: plain_name(name) for name in names}
-    if found and all(plain.startswith("module.") for plain in found.values()):
-        found = {name: plain.removeprefix("module.") for name, plain in found.items()}
+    found = shown_names(names)
     refuse_equal_names(found.values())
     return found
+
+
+def shown_names(names: Iterable[str]) -> dict[str, str]:
+    """The names without those of wrappers, as `plain_names`, of which two may be equal."""
+    found = {name: plain_name(name) for name in names}
+    if found and all(plain.startswith("module.") for plain in found.values()):
+        return {name: plain.removeprefix("module.") for name, plain in found.items()}
+    return found
+
+
+def listed_parameters(order: Sequence[str], stored: StoredNames, count: int) -> list[str]:
+    """The stored names of the parameters that a user lists with `--param-order`.
+
+    Args:
+        order: The names, in the order of the optimizer.
+        stored: The names of the model.
+        count: The number of the optimizer's parameters.
+
+    Raises:
+        RequestError: `request.invalid` for a name that no parameter has, and unless each parameter is listed once.
+    """
+    found = stored.of_list(order)
+    if unknown := [name for name, own in zip(order, found, strict=True) if own is None]:
+        text = f"--param-order names {printable(unknown[0])}, and the model has no such parameter"
+        raise RequestError("request.invalid", text, fix="name parameters as `reshard inspect` lists them")
+    names = [name for name in found if name is not None]
+    if len(names) != count or len({*names}) != count:
+        text = f"--param-order has {counted(len({*names}), 'name')}, and the optimizer numbers {count}"
+        raise RequestError("request.invalid", text, fix="list each parameter of the optimizer once, in its order")
+    return names
 
 
 def refuse_equal_names(plain: Collection[str]) -> None:
@@ -167,6 +195,51 @@ def refuse_equal_names(plain: Collection[str]) -> None:
 def plain_name(name: str) -> str:
     """The name without those of wrapping modules."""
     return ".".join(p for p in name.split(".") if p not in _WRAPPERS)
+
+
+class StoredNames:
+    """The stored name of a tensor for each name that an optimizer, a script or `reshard inspect` gives the tensor.
+
+    `reshard inspect` leaves wrappers' names out of `module.up.weight` and `_orig_mod.module.up.weight`, a script prints
+    them, and an optimizer may keep either form. A form that two tensors share is the name of neither.
+    """
+
+    def __init__(self, shown: Mapping[str, str]) -> None:
+        """Index the names by their forms.
+
+        Args:
+            shown: For each stored name the one that `reshard inspect` lists.
+        """
+        self._stored = {name: name for name in shown}
+        self._shown = _unique(shown.items())
+        self._unwrapped = _unique((name, plain_name(name)) for name in shown)
+
+    def of(self, name: str) -> str | None:
+        """The stored name of a tensor; None if no tensor, or more than one, has a name like this."""
+        plain = plain_name(name)
+        # A file of `model.module.state_dict()` has no `module.`, and the script's own names have.
+        ways = ((self._stored, name), (self._shown, name), (self._shown, plain), (self._unwrapped, plain))
+        inner = plain.removeprefix("module.")
+        found = (names.get(form) for names, form in (*ways, (self._shown, inner), (self._unwrapped, inner)))
+        return next((stored for stored in found if stored is not None), None)
+
+    def of_list(self, names: Sequence[str]) -> list[str | None]:
+        """The stored name of each entry of a user's list, whose names are those of `reshard inspect` if all can be.
+
+        A model under DDP may have a submodule called `module`: `module.up.weight` is then one tensor for `inspect`, and
+        another one in the file.
+        """
+        if all(name in self._shown for name in names):
+            return [self._shown[name] for name in names]
+        return [self.of(name) for name in names]
+
+
+def _unique(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The stored name for each form that one tensor alone has."""
+    found: dict[str, list[str]] = {}
+    for stored, form in pairs:
+        found.setdefault(form, []).append(stored)
+    return {form: names[0] for form, names in found.items() if len(names) == 1}
 
 
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
@@ -249,13 +322,25 @@ def said_buffers(text: str | None, plain: Mapping[str, str]) -> set[str] | None:
     if text is None:
         return None
     patterns = [] if text == NO_BUFFERS else [p.strip() for p in text.split(",") if p.strip()]
-    if unused := [p for p in patterns if not any(fnmatchcase(n, p) for n in plain.values())]:
+    named = {pattern: tensors_named(pattern, plain) for pattern in patterns}
+    if unused := [pattern for pattern, names in named.items() if not names]:
         raise RequestError(
             "request.invalid",
             f"--buffers names {listed(list(map(printable, unused)))}, and the model has no such tensor",
             fix="name tensors as `reshard inspect` lists them, or --buffers none",
         )
-    return {name for name, short in plain.items() if any(fnmatchcase(short, p) for p in patterns)}
+    return {name for names in named.values() for name in names}
+
+
+def tensors_named(pattern: str, shown: Mapping[str, str]) -> set[str]:
+    """The stored names of the tensors that a user's pattern names: as `reshard inspect` lists them, else as stored.
+
+    Args:
+        pattern: A name, in which `*` stands for any text.
+        shown: For each stored name the one that `reshard inspect` lists.
+    """
+    found = {stored for stored, name in shown.items() if fnmatchcase(name, pattern)}
+    return found or {stored for stored in shown if fnmatchcase(stored, pattern)}
 
 
 def which_are_buffers(names: Sequence[str], likely: Sequence[str] = ()) -> Undecided:

@@ -17,7 +17,7 @@ from reshard.choices import NO_SCHEDULER
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Question, Undecided
-from reshard_engine.formats.model_weights import plain_name
+from reshard_engine.formats.model_weights import StoredNames, plain_name, shown_names
 from reshard_engine.formats.trainer_files import is_scheduler
 from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, mapping_items
 from reshard_engine.pickles.rebuild import made_of_tensors
@@ -228,7 +228,7 @@ def fits(optimizer: Node, shapes: Mapping[str, Shape]) -> bool:
         shapes: The shapes of the model's tensors by name.
     """
     entries = entries_of(optimizer)
-    states, plain = entries_of(entries[STATE]), {plain_name(name): shape for name, shape in shapes.items()}
+    states, stored = entries_of(entries[STATE]), StoredNames(shown_names(shapes))
     named: dict[str, Node] = {}
     numbered: list[Node] = []
     for group in (entries_of(group) for _, group in below(GROUPS, entries[GROUPS])):
@@ -237,12 +237,13 @@ def fits(optimizer: Node, shapes: Mapping[str, Shape]) -> bool:
         for key, name in zip(keys, names if len(names) == len(keys) else keys, strict=True):
             held = states.get(key) if isinstance(key, str | int) else None
             if isinstance(name, str):
-                named[plain_name(name)] = held
+                named[name] = held
             else:
                 numbered.append(held)
     held = Counter(shape for node in numbered if (shape := _shape_of(node)) is not None)
-    same = all(plain.get(name) == (_shape_of(node) or plain.get(name)) for name, node in named.items())
-    return named.keys() <= plain.keys() and same and len(numbered) <= len(shapes) and held <= Counter(shapes.values())
+    own = {name: stored.of(name) for name in named}
+    same = all(n is not None and shapes[n] == (_shape_of(named[name]) or shapes[n]) for name, n in own.items())
+    return same and len(numbered) <= len(shapes) and held <= Counter(shapes.values())
 
 
 def shape_of(node: Node) -> Shape | None:

@@ -31,7 +31,7 @@ from reshard_engine.checkpoint import ParamGroup, Question, Scalar, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.dtensors import Held, RankFile, Shape
-from reshard_engine.formats.model_weights import plain_name
+from reshard_engine.formats.model_weights import StoredNames, listed_parameters, plain_name
 from reshard_engine.formats.numbered import Unread, only_way, split_base
 from reshard_engine.formats.torch_archive import scalar_node
 from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensor, PTuple, kind_of, mapping_items, sequence_items
@@ -288,6 +288,7 @@ class _Reading:
         self._of_model = of_model
         self._ranks, self._model, self._files, self._order = ranks, model, files, order
         self._shapes = {t.name: t.shape for t in model}
+        self._stored = StoredNames({t.name: plain_name(t.name) for t in model})
         self._groups = groups
         self._members: dict[Key, int] = {}
         for number, group in enumerate(groups):
@@ -328,17 +329,14 @@ class _Reading:
     # Names.
 
     def _named(self, key: str) -> str:
-        if key in self._shapes:
-            return key
-        plain = plain_name(key)
-        found = [n for n in self._shapes if plain_name(n) == plain]
-        if len(found) != 1:
+        found = self._stored.of(key)
+        if found is None:
             raise SourceError(
                 "checkpoint.incomplete",
                 f"the optimizer names {printable(key)}, and the model has no such parameter",
                 fix=_OTHER_SAVE,
             )
-        return found[0]
+        return found
 
     def _shapes_of_numbers(self) -> dict[Key, Shape]:
         """The shape of each number that has a state with a shape of its own."""
@@ -442,11 +440,7 @@ class _Reading:
 
     def _said(self, count: int) -> list[str]:
         """The names that the user listed."""
-        said = [self._named(str(n)) for n in self._order] if isinstance(self._order, tuple) else []
-        if len(said) != count or len({*said}) != count:
-            text = f"--param-order has {counted(len({*said}), 'name')}, and the optimizer numbers {count}"
-            raise RequestError("request.invalid", text, fix="list each parameter of the optimizer once, in its order")
-        return said
+        return listed_parameters(self._order, self._stored, count) if isinstance(self._order, tuple) else []
 
     def _proven(self, names: Sequence[str]) -> bool:
         """True if all parameters have shapes of their own, so that shapes alone tell which number is which."""

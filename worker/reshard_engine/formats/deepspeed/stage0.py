@@ -14,7 +14,7 @@ Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`: `optim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import prod
@@ -43,6 +43,7 @@ from reshard_engine.formats.deepspeed.parallel.tensor import rules_of
 from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.formats.deepspeed.rank_files import BASE_KEYS, ModelStates, named_states, read_scalar
 from reshard_engine.formats.deepspeed.zero12 import Partition, add_flat_group
+from reshard_engine.formats.model_weights import StoredNames, plain_name
 from reshard_engine.pickles.nodes import Node, PList, PRuns, PTensor, mapping_items, mapping_of, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
@@ -132,6 +133,7 @@ def names_as_said(
         RequestError: `request.invalid` if they are not those of parameters with these shapes.
     """
     shapes, wanted = dict(candidates), [shape for group in groups for shape in group]
+    names = _stored_names(shapes, names)
     if len(names) != len(wanted) or len(set(names)) != len(names):
         own = counted(len(wanted), "parameter")
         text = f"--param-order has {counted(len(set(names)), 'name')}, and the optimizer has {own}"
@@ -149,6 +151,12 @@ def names_as_said(
         found.append(left[: len(group)])
         left = left[len(group) :]
     return found
+
+
+def _stored_names(shapes: Iterable[str], names: Sequence[str]) -> list[str]:
+    """The user's names as the file has them, which keeps those of wrappers; a name of no parameter stays as it is."""
+    found = StoredNames({name: plain_name(name) for name in shapes}).of_list(names)
+    return [stored or name for stored, name in zip(found, names, strict=True)]
 
 
 def assign_names_flat(candidates: Sequence[Named], totals: Sequence[int]) -> list[list[str]]:
@@ -173,6 +181,7 @@ def names_by_sizes(candidates: Sequence[Named], totals: Sequence[int], names: Se
         RequestError: `request.invalid` if they are not those of parameters, or do not fill the groups.
     """
     shapes = dict(candidates)
+    names = _stored_names(shapes, names)
     if missing := [n for n in names if n not in shapes]:
         text = f"--param-order has {printable(missing[0])}, which the model does not have"
         raise RequestError("request.invalid", text, fix=_LIST)

@@ -291,7 +291,12 @@ class _Assembly:
         }
         equal = {a: o for a, o in self._equal.items() if a in shapes and o in shapes}
         model = ModelOrder(
-            shapes, equal, known=opened.ordered, counts_model=opened.counts_model, by_model=opened.by_model
+            shapes,
+            self._names,
+            equal,
+            known=opened.ordered,
+            counts_model=opened.counts_model,
+            by_model=opened.by_model,
         )
         if opened.names_alone and (text := _of_other_names(opened.optimizer, shapes)):
             return unread_optimizer(text, f"{_TUNE_NAMES}; {WEIGHTS}", Question.OPTIMIZER)

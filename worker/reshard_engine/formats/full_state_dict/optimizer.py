@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from reshard.choices import ParamOrder
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import ParamGroup, Question, Scalar, Undecided
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.formats.model_weights import checked_state, plain_name
+from reshard_engine.formats.model_weights import StoredNames, checked_state, listed_parameters
 from reshard_engine.formats.numbered import GROUPS, PARAMS, STATE, Shape, Unread, in_models_order, only_way, split_base
 from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import foreign_paths
@@ -43,12 +44,14 @@ SAY_ORDER = "--param-order FILE with the names of all parameters in the optimize
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelOrder:
     """The ways in which the optimizer's numbers may count."""
 
     shapes: Mapping[str, Shape]
     """The tensors that may be parameters, in the order of the model's file, by name."""
+    shown: Mapping[str, str]
+    """For each of these names the one that `reshard inspect` lists."""
     equal: Mapping[str, str]
     """Second names of tensors with equal elements, each with the first one: perhaps tied pairs."""
     known: bool = True
@@ -57,6 +60,11 @@ class ModelOrder:
     """True if an optimizer of one group is taken to be made of `model.parameters()`."""
     by_model: bool = False
     """True for a framework that may number the parameters in the model's order over all groups."""
+
+    @cached_property
+    def stored(self) -> StoredNames:
+        """The names by every form that an optimizer or a user gives them."""
+        return StoredNames({name: self.shown[name] for name in self.shapes})
 
 
 @dataclass(slots=True)
@@ -176,18 +184,14 @@ class _Reading:
     # Names.
 
     def _named(self, key: str) -> str:
-        shapes = self._model.shapes
-        if key in shapes:
-            return key
-        plain = plain_name(key)
-        found = [n for n in shapes if plain_name(n) == plain]
-        if len(found) != 1:
+        found = self._model.stored.of(key)
+        if found is None:
             raise SourceError(
                 "checkpoint.incomplete",
                 f"the optimizer names {printable(key)}, and the model has no such parameter",
                 fix=_OTHER_SAVE,
             )
-        return found[0]
+        return found
 
     def _shape_of(self, number: int) -> Shape | None:
         """The shape that all states of a number have; None for a number without states of a shape."""
@@ -233,18 +237,7 @@ class _Reading:
 
     def _said(self, count: int) -> list[str]:
         """The names that the user listed."""
-        said = [self._of_user(str(n)) for n in self._order] if isinstance(self._order, tuple) else []
-        if len(said) != count or len({*said}) != count:
-            text = f"--param-order has {counted(len({*said}), 'name')}, and the optimizer numbers {count}"
-            raise RequestError("request.invalid", text, fix="list each parameter of the optimizer once, in its order")
-        return said
-
-    def _of_user(self, name: str) -> str:
-        try:
-            return self._named(name)
-        except SourceError:
-            text = f"--param-order names {printable(name)}, and the model has no such parameter"
-            raise RequestError("request.invalid", text, fix="name parameters as `reshard inspect` lists them") from None
+        return listed_parameters(self._order, self._model.stored, count) if isinstance(self._order, tuple) else []
 
     def _misfit(self, found: Mapping[int, str], wanted: Mapping[int, Shape | None]) -> str:
         """A statement about the first number whose states have another shape than its parameter; empty if all fit."""

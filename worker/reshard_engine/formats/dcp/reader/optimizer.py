@@ -20,7 +20,7 @@ from reshard_engine.formats.dcp.facts import nested
 from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape
 from reshard_engine.formats.dcp_files.metadata.model import KeyPath
 from reshard_engine.formats.dcp_files.saved_state import Item, SavedTensor, SavedValue
-from reshard_engine.formats.model_weights import name_without_adapter, plain_name, plain_names
+from reshard_engine.formats.model_weights import StoredNames, name_without_adapter, plain_names
 from reshard_engine.formats.numbered import in_models_order, only_way
 from reshard_engine.pickles.nodes import (
     Global,
@@ -72,15 +72,16 @@ class NamesOfModel:
         return plain_names(list(self.shapes)) if self.of_adapter is None else self.of_adapter
 
     @cached_property
-    def _by_plain(self) -> Mapping[str, str]:
-        return {plain_name(n): n for n in self.shapes} | {plain: n for n, plain in self.plain.items()}
+    def _stored(self) -> StoredNames:
+        return StoredNames(self.plain)
 
     def of(self, key: str) -> str | None:
         """The model's name for an optimizer's key; None if the model has no such parameter."""
-        if key in self.shapes:
-            return key
-        plain = plain_name(key)
-        return self._by_plain.get(plain) or self._by_plain.get(plain.removeprefix("module."))
+        return key if key in self.shapes else self._stored.of(key)
+
+    def of_list(self, names: Sequence[str]) -> list[str | None]:
+        """The model's name for each entry of a user's list; None where the model has no such parameter."""
+        return self._stored.of_list(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,8 +355,8 @@ class OptimizerEntries:
             own = counted(len(numbers), "parameter")
             text = f"--param-order has {counted(len(order), 'name')}, and the optimizer has {own}"
             raise RequestError("request.invalid", text, fix="list each parameter of the optimizer once, in its order")
-        for key, said in zip(numbers, order, strict=True):
-            name, shape = names.of(said), self.shape_of(key)
+        for key, said, name in zip(numbers, order, names.of_list(order), strict=True):
+            shape = self.shape_of(key)
             if name is None or not self._agrees(key, names.shapes[name]):
                 reason = "which the model does not have" if name is None else f"which is {names.shapes[name]}"
                 raise RequestError(
@@ -419,7 +420,7 @@ def _joined(
     A flattened optimizer keeps neither the order of its groups nor that of its parameters. A scheduler keeps an initial
     learning rate for each group. Parameters are in the model's order.
     """
-    said = [model.of(name) or name for name in order] if isinstance(order, tuple) else list(model.shapes)
+    said = model.of_list(order) if isinstance(order, tuple) else list(model.shapes)
     rank = {name: i for i, name in enumerate(said)}
     if missing := [n for n in names.values() if n not in rank]:
         raise RequestError(

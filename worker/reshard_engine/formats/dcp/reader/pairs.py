@@ -19,9 +19,9 @@ Source: torch 2.13.0 `distributed/checkpoint/state_dict.py` (`_get_model_state_d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from functools import cached_property
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from reshard_engine.formats.dcp.reader.roles import LEAST_DIMS, ModelEntries, Pa
 from reshard_engine.formats.dcp_files.metadata.model import Column
 from reshard_engine.formats.dcp_files.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors, OpaqueTensor
-from reshard_engine.formats.model_weights import checked_name, checked_state, which_are_buffers
+from reshard_engine.formats.model_weights import checked_name, checked_state, tensors_named, which_are_buffers
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
@@ -83,9 +83,14 @@ class NamedBuffers:
             return None
         return cls(() if text == NO_BUFFERS else tuple(p for p in map(str.strip, text.split(",")) if p))
 
-    def has(self, name: str) -> bool:
-        """True if the user calls this tensor a buffer."""
-        found = {p for p in self.patterns if fnmatchcase(name, p)}
+    def has(self, name: str, named: Mapping[str, Collection[str]]) -> bool:
+        """True if the user calls this tensor a buffer.
+
+        Args:
+            name: The tensor's stored name.
+            named: For each pattern the stored names of the tensors that it names.
+        """
+        found = {p for p in self.patterns if name in named[p]}
         self._used.update(found)
         return bool(found)
 
@@ -229,7 +234,13 @@ class _PairReader:
 
     def _is_said_buffer(self, name: str) -> bool:
         wanted = self._reading.buffers
-        return wanted is not None and wanted.has(self._names.plain[name])
+        return wanted is not None and wanted.has(name, self._named_buffers)
+
+    @cached_property
+    def _named_buffers(self) -> Mapping[str, Collection[str]]:
+        """For each pattern of `--buffers` the stored names of the tensors that it names."""
+        buffers = self._reading.buffers
+        return {} if buffers is None else {p: tensors_named(p, self._names.plain) for p in buffers.patterns}
 
     def _of_batch_norm(self, name: str) -> bool:
         """True for a buffer of torch's BatchNorm, which keeps three of them together."""
