@@ -19,6 +19,9 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import (  # pyright: ignore[reportMissingTypeStubs]
+    get_fp32_state_dict_from_zero_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -30,6 +33,7 @@ from house.repository import REAL_CHECKPOINTS, ROOT
 from house.shared import made_once
 from oracle.dcp_driver import TIMEOUT_S, FsdpOracle
 from oracle.whole_tensors import differences, named, whole
+from reshard.errors import SourceError
 
 PAGE = ROOT / "docs" / "formats" / "full-state-dict.md"
 REAL: dict[str, dict[str, Any]] = {
@@ -499,17 +503,74 @@ def test_an_optimizer_with_names_is_of_a_model_under_ddp(tmp_path: Path) -> None
             assert torch.equal(held[f"{name.removeprefix('module.')}/{key}"], value), f"{name}/{key}"
 
 
+class _Scaled(nn.Module):
+    """A layer with buffers that nothing tells from parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.register_buffer("running_low", torch.zeros(6))
+        self.register_buffer("running_high", torch.ones(6))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.up(value) * self.running_high
+        return scaled
+
+
+def _saved(model: nn.Module, place: Path, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Train a step, save model and optimizer in one file, and return the model's tensors."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(value).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, place)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+_TO_ZERO: dict[str, Any] = {"to": "zero", "dp": 2, "zero_stage": "1", "param_order": "model", "progress": False}
+
+
 def test_buffers_have_the_names_of_inspect_or_of_the_script(tmp_path: Path) -> None:
     with alone():
         torch.manual_seed(12)
-        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model(torch.randn(3, 4)).square().sum().backward()
-        optimizer.step()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
-        options: dict[str, Any] = {"to": "zero", "dp": 2, "zero_stage": "1", "param_order": "model", "progress": False}
-    for said, buffers in {"inspect": "1.running_*", "script": "module.1.running_mean,module.1.running_var"}.items():
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), _Scaled()))
+        _saved(model, tmp_path / "checkpoint.pt", torch.randn(3, 4))
+    for said, buffers in {"inspect": "1.running_*", "script": "module.1.running_low,module.1.running_high"}.items():
         place = tmp_path / said / "global_step1"
-        reshard.convert(tmp_path / "checkpoint.pt", place, buffers=buffers, **options)
+        reshard.convert(tmp_path / "checkpoint.pt", place, buffers=buffers, **_TO_ZERO)
         written_states = torch.load(place / "mp_rank_00_model_states.pt", weights_only=False)
-        assert {"1.running_mean", "1.running_var"} <= {*written_states["buffer_names"]}
+        assert {"1.running_low", "1.running_high"} <= {*written_states["buffer_names"]}
+
+
+def test_a_model_with_more_tensors_than_the_optimizer_numbers_is_told_of_buffers(tmp_path: Path) -> None:
+    """The fix names `--buffers`, which is the answer."""
+    torch.manual_seed(12)
+    _saved(nn.Sequential(nn.Linear(4, 4), _Scaled()), tmp_path / "checkpoint.pt", torch.randn(3, 4))
+    with pytest.raises(SourceError) as caught:
+        reshard.convert(tmp_path / "checkpoint.pt", tmp_path / "out", to="universal", progress=False)
+    assert "numbers 4 parameters, and the model's files hold 6 parameters" in caught.value.message
+    assert "--buffers NAME,… if some of them are buffers" in caught.value.fix
+    reshard.convert(tmp_path / "checkpoint.pt", tmp_path / "out", to="universal", buffers="1.running_*", progress=False)
+
+
+def test_statistics_of_a_batch_norm_are_buffers(tmp_path: Path) -> None:
+    """Three tensors that torch's batch norm alone has together; DeepSpeed's own script finds the model's values."""
+    torch.manual_seed(12)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(216, 2))
+    wanted = _saved(model, tmp_path / "checkpoint.pt", torch.randn(2, 3, 8, 8))
+    reshard.convert(tmp_path / "checkpoint.pt", tmp_path / "run" / "global_step1", **_TO_ZERO)
+    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "run"), tag="global_step1")
+    assert {n: t for n, t in wanted.items() if n != "1.num_batches_tracked"}.keys() <= found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_names_of_statistics_alone_make_no_batch_norm(tmp_path: Path) -> None:
+    """Without `num_batches_tracked` nothing proves that they are no parameters."""
+    torch.manual_seed(12)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(216, 2))
+    _saved(model, tmp_path / "checkpoint.pt", torch.randn(2, 3, 8, 8))
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    del state["model"]["1.num_batches_tracked"]
+    torch.save(state, tmp_path / "checkpoint.pt")
+    with pytest.raises(SourceError) as caught:
+        reshard.convert(tmp_path / "checkpoint.pt", tmp_path / "out", to="universal", progress=False)
+    assert "--buffers" in caught.value.fix

@@ -309,6 +309,18 @@ SHARDED_NAMES = frozenset({
 """The names that sharded tensors in pickles consist of. They become numbers here, and no target ever names them."""
 
 
+_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def of_batch_norm(name: str, names: Collection[str]) -> bool:
+    """True for a buffer of a batch norm, which has all three of them or none, among the names of a state dict.
+
+    Source: torch 2.13.0 `nn/modules/batchnorm.py` (`_NormBase`: `track_running_stats` registers the three).
+    """
+    place, dot, last = name.rpartition(".")
+    return last in _BATCH_NORM and all(f"{place}{dot}{other}" in names for other in _BATCH_NORM)
+
+
 def said_buffers(text: str | None, plain: Mapping[str, str]) -> set[str] | None:
     """The names of tensors that `--buffers` calls buffers; None if the user says nothing.
 

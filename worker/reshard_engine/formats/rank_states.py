@@ -39,6 +39,7 @@ from reshard_engine.formats.model_weights import (
     SHARDED_NAMES,
     checked_name,
     checked_state,
+    of_batch_norm,
     plain_name,
     refuse_equal_names,
     said_buffers,
@@ -258,7 +259,7 @@ class ModelOfRanks:
                 tuple(h.coordinate for h in held),
             )
             for name, held in self.held.items()
-            if held[0].dtype.floating or not held[0].plain
+            if (held[0].dtype.floating or not held[0].plain) and not of_batch_norm(name, self.held)
         ]
 
     def _first_of_equal(self, token: Callable[[str], object]) -> dict[str, str]:
@@ -541,6 +542,7 @@ class RankState:
             first = self._model.held[name][0]
             sharded = not first.plain
             is_buffer = not sharded and name not in frozen and (counted or not first.dtype.floating)
+            is_buffer = is_buffer or of_batch_norm(name, self._model.held)
             if not sharded and not is_buffer and name not in frozen:
                 # Parameters that FSDP was told to ignore are plain, too.
                 is_buffer = name in said if said is not None else self._model.any_sharded

@@ -49,6 +49,7 @@ from reshard_engine.formats.full_state_dict.optimizer import (
 from reshard_engine.formats.model_weights import (
     checked_name,
     compiled_names,
+    of_batch_norm,
     plain_names,
     said_buffers,
     which_are_buffers,
@@ -193,6 +194,7 @@ class _Assembly:
         self._twins = self._first_of_equal(lambda name: opened.tensors[name].place)
         self._equal = self._first_of_equal(lambda name: opened.tensors[name].sums)
         self._said = said_buffers(options.choices.buffers, self._names)
+        self._statistics = {name for name in opened.tensors if of_batch_norm(name, opened.tensors)}
         self._optimizer = self._read_optimizer()
         self._tie()
         self._weights = {name: self._add_weight(name) for name in opened.tensors if name not in self._twins}
@@ -283,11 +285,11 @@ class _Assembly:
         opened = self._opened
         if opened.optimizer is None:
             return None
-        said = self._said or set[str]()
+        buffers = (self._said or set[str]()) | self._statistics
         shapes = {
             name: held.shape
             for name, held in opened.tensors.items()
-            if held.dtype.floating and name not in self._twins and name not in said
+            if held.dtype.floating and name not in self._twins and name not in buffers
         }
         equal = {a: o for a, o in self._equal.items() if a in shapes and o in shapes}
         model = ModelOrder(
@@ -335,8 +337,8 @@ class _Assembly:
             if name in members or name in self._copies:
                 continue
             held = self._opened.tensors[name]
-            is_buffer = name not in frozen and not held.dtype.floating
-            if held.dtype.floating and name not in frozen:
+            is_buffer = name in self._statistics or (name not in frozen and not held.dtype.floating)
+            if held.dtype.floating and name not in frozen and not is_buffer:
                 is_buffer = self._said is not None and name in self._said
                 found.unproven += [] if self._said is not None else [plain[name]]
             if is_buffer:

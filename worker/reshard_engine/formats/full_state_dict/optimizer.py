@@ -308,6 +308,8 @@ class _Reading:
         if len(shapes) != len(numbers):
             held = counted(len(shapes), "parameter")
             ways = self._ways(numbers, wanted, shapes)
+            # The files do not tell buffers from parameters: those that the user names are no candidates.
+            ways += "--buffers NAME,… if some of them are buffers, or " if len(shapes) > len(numbers) else ""
             raise Unread(f"{number_of}, and the model's files hold {held}", f"{ways}{SAY_ORDER}; {WEIGHTS}")
         if model.known and (len(self._groups) == 1 or (model.by_model and not native)):
             if text := self._misfit(in_order, wanted):

@@ -36,7 +36,13 @@ from reshard_engine.formats.dcp.reader.roles import LEAST_DIMS, ModelEntries, Pa
 from reshard_engine.formats.dcp_files.metadata.model import Column
 from reshard_engine.formats.dcp_files.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors, OpaqueTensor
-from reshard_engine.formats.model_weights import checked_name, checked_state, tensors_named, which_are_buffers
+from reshard_engine.formats.model_weights import (
+    checked_name,
+    checked_state,
+    of_batch_norm,
+    tensors_named,
+    which_are_buffers,
+)
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
@@ -49,7 +55,6 @@ KNOWN_BUFFERS = frozenset(
     }
 )  # fmt: skip
 """Names that only buffers have, of torch's and transformers' modules."""
-_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
 _STEP = "step"
 
 
@@ -228,7 +233,9 @@ class _PairReader:
         may_own = [
             n
             for n, saved in self._model.weights.items()
-            if is_trainable(saved[0].entry.dtype) and not self._is_said_buffer(n) and not self._of_batch_norm(n)
+            if is_trainable(saved[0].entry.dtype)
+            and not self._is_said_buffer(n)
+            and not of_batch_norm(n, self._model.weights)
         ]
         return optimizer.resolved(self._names, may_own, self._reading.order, self._reading.scheduler)
 
@@ -241,12 +248,6 @@ class _PairReader:
         """For each pattern of `--buffers` the stored names of the tensors that it names."""
         buffers = self._reading.buffers
         return {} if buffers is None else {p: tensors_named(p, self._names.plain) for p in buffers.patterns}
-
-    def _of_batch_norm(self, name: str) -> bool:
-        """True for a buffer of torch's BatchNorm, which keeps three of them together."""
-        place, _, last = name.rpartition(".")
-        head = f"{place}." if place else ""
-        return last in _BATCH_NORM and all(f"{head}{other}" in self._model.weights for other in _BATCH_NORM)
 
     def _trained(self, name: str, group: int, key: str) -> Parameter:
         saved = self._model.weights.get(name)
@@ -307,7 +308,7 @@ class _PairReader:
             if name in done:
                 continue
             fqn, entry = self._names.plain[name], saved[0].entry
-            is_buffer = True if self._of_batch_norm(name) else _is_buffer(saved, most_chunks)
+            is_buffer = True if of_batch_norm(name, weights) else _is_buffer(saved, most_chunks)
             said = self._is_said_buffer(name)
             if is_buffer is None and self._reading.buffers is not None:
                 is_buffer = said
