@@ -15,7 +15,7 @@ import torch
 
 from house.conversions import convert
 from house.sources import copied_source
-from reshard.choices import OpaquePolicy, TargetFormat
+from reshard.choices import OpaquePolicy, ParamOrder, TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
@@ -120,6 +120,70 @@ def test_states_of_another_shape_than_the_parameter(tmp_path: Path) -> None:
     state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(2)}}
     source = _stage0(tmp_path / "in", {"a": torch.ones(3)}, {"state": state, "param_groups": [{"params": [0]}]})
     assert _code(lambda: convert(source, tmp_path / "out")) == "checkpoint.malformed"
+
+
+SQUARES = {name: torch.full((3, 3), float(i)) for i, name in enumerate("abcd", 1)}
+FUSED = {"cur_scale": 1.0, "dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0}
+
+
+def _two_groups(*numbers: list[int], shape: tuple[int, ...] = (3, 3)) -> dict[str, Any]:
+    """An optimizer of torch with these groups, each number of it in its moments."""
+    every = [n for group in numbers for n in group]
+    state = {n: {"step": torch.tensor(1.0), **dict.fromkeys(_MOMENTS, torch.full(shape, 10.0 * n))} for n in every}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.0, "params": g} for g in numbers]
+    return {"state": state, "param_groups": groups}
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _moments(source: Path, out: Path, order: ParamOrder | tuple[str, ...]) -> dict[str, float]:
+    spec = SourceSpec(url=str(source), param_order=order)
+    load_engine().convert(ConvertRequest(source=spec, target=str(out), to=TargetFormat.UNIVERSAL))
+    atoms = {path.parent.name: path for path in out.rglob("exp_avg.pt")}
+    return {name: float(torch.load(path, weights_only=True)["param"].flatten()[0]) for name, path in atoms.items()}
+
+
+def _refused(source: Path, out: Path, **choices: Any) -> ReshardError:
+    spec = SourceSpec(url=str(source), **choices)
+    with pytest.raises(ReshardError) as caught:
+        load_engine().convert(ConvertRequest(source=spec, target=str(out), to=TargetFormat.UNIVERSAL))
+    return caught.value
+
+
+def test_the_orders_that_name_stage_0s_numbers_are_those_that_work(tmp_path: Path) -> None:
+    """`model` is recommended where it leaves one way; a list of names works in any order."""
+    source = _stage0(tmp_path / "all", SQUARES, _two_groups([0, 1], [2, 3]))
+    error = _refused(source, tmp_path / "no")
+    assert (error.code, str(error.fix).startswith("--param-order model if")) == ("checkpoint.ambiguous", True)
+    assert _moments(source, tmp_path / "model", ParamOrder.MODEL) == {"a": 0.0, "b": 10.0, "c": 20.0, "d": 30.0}
+    assert _moments(source, tmp_path / "file", tuple("dcba")) == {"d": 0.0, "c": 10.0, "b": 20.0, "a": 30.0}
+    frozen = _stage0(tmp_path / "some", SQUARES, _two_groups([0], [1, 2]))
+    error = _refused(frozen, tmp_path / "no")
+    assert (error.code, str(error.fix).startswith("--param-order FILE with")) == ("checkpoint.ambiguous", True)
+    error = _refused(frozen, tmp_path / "no", param_order="groups")
+    assert (error.code, "order of --param-order groups" in error.message) == ("checkpoint.ambiguous", True)
+    assert _moments(frozen, tmp_path / "listed", tuple("bda")) == {"b": 0.0, "d": 10.0, "a": 20.0}
+
+
+def test_no_list_of_names_is_asked_for_where_none_can_fit(tmp_path: Path) -> None:
+    source = _stage0(tmp_path / "in", SQUARES, _two_groups([0], [1], shape=(2, 2)))
+    error = _refused(source, tmp_path / "no")
+    assert (error.code, "no parameters of their shapes" in error.message) == ("request.unsatisfiable", True)
+    assert "--param-order" not in str(error.fix)
+
+
+def test_flat_groups_of_stage_0_are_asked_for(tmp_path: Path) -> None:
+    """FusedAdam in 16 bits keeps one flat master for each group, of which only the number of elements is known."""
+    weights = {name: tensor.bfloat16() for name, tensor in SQUARES.items()}
+    masters = [torch.cat([SQUARES[n].flatten() for n in names]) for names in ("ca", "db")]
+    state = {i: {"step": 1, **dict.fromkeys(_MOMENTS, flat * 10)} for i, flat in enumerate(masters)}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.0, "params": [i]} for i in range(2)]
+    inner = {"state": state, "param_groups": groups}
+    source = _stage0(tmp_path / "in", weights, {**FUSED, "optimizer_state_dict": inner, "fp32_groups_flat": masters})
+    error = _refused(source, tmp_path / "no")
+    assert (error.code, str(error.fix).startswith("--param-order FILE with")) == ("checkpoint.ambiguous", True)
+    assert _moments(source, tmp_path / "file", tuple("cadb")) == {"c": 30.0, "a": 10.0, "d": 40.0, "b": 20.0}
 
 
 def test_tensors_over_one_storage_are_tied_only_if_they_are_the_same(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert, load, read_safetensors, read_universal, tensor_of
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences
-from reshard.errors import RequestError
+from reshard.errors import SourceError
 
 # Covers each stage, dtype, optimizer class and layout feature at least once; `-m full` runs the others.
 RESUMED_ALWAYS = (
@@ -167,10 +167,10 @@ def test_buffers_keep_their_types(universal: UniversalFactory) -> None:
 def test_states_without_names_are_refused_and_the_weights_are_not(trained: TrainedFactory, tmp_path: Path) -> None:
     # Stage 0 numbers its states; before the first step nothing shows which parameter is frozen.
     run = trained("z0_before_first_step")
-    with pytest.raises(RequestError, match="more than one way") as caught:
+    with pytest.raises(SourceError, match="nothing says which parameter has which number") as caught:
         convert(run.dir, tmp_path / "universal", "universal")
-    assert caught.value.code == "request.unsatisfiable"
-    assert "--to safetensors" in caught.value.fix
+    assert caught.value.code == "checkpoint.ambiguous"
+    assert "--to safetensors" in (caught.value.fix or "")
     result = convert(run.dir, tmp_path / "weights", "safetensors")
     assert [text for text in result.warnings if text.startswith("weights only")]
     tensors = read_safetensors(tmp_path / "weights").tensors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 import reshard
+from house.promises import command
 from oracle.cases import CASES, Case
 from oracle.conversions import BF16_SPREAD
 from oracle.driver import Oracle, Trained
@@ -51,10 +54,12 @@ def test_loaders_that_require_a_scale_get_none_of_our_making(
     assert refused.value.fix.startswith("--zero-stage 1")  # type: ignore[union-attr]
 
 
-def _saved(oracle: Oracle, case: Case, folder: Path) -> tuple[Truth, list[str], tuple[float, ...]]:
-    """A save at stage 0 whose optimizer has two parameters in another order than the model; and its names in order."""
+def _saved(
+    oracle: Oracle, case: Case, folder: Path, function: str = "train_and_save"
+) -> tuple[Truth, tuple[float, ...]]:
+    """A save at stage 0 of a run whose optimizer's order is not the model's."""
     (got,) = oracle.worlds.run(
-        "oracle.unsaid:train_and_save",
+        f"oracle.unsaid:{function}",
         world=1,
         case=case.to_json(),
         save_dir=str(folder / "ckpt"),
@@ -62,12 +67,7 @@ def _saved(oracle: Oracle, case: Case, folder: Path) -> tuple[Truth, list[str], 
         steps_after=3,
     )
     truth = Truth(folder / "truth.safetensors", folder / "truth.json")
-    tensors = truth.tensors
-    (group,) = truth.meta["groups"]
-    order: list[str] = group["names"]
-    places = swapped_places([tuple(tensors[f"fp32/{n}"].shape) for n in order])
-    assert len({order[place] for place in places}) == 2
-    return truth, order, tuple(got["losses_after"])
+    return truth, tuple(got["losses_after"])
 
 
 @pytest.mark.parametrize(("name", "compiled"), [("z0_fp32", False), ("z0_bf16", False), ("z0_fp32", "model")])
@@ -79,7 +79,11 @@ def test_stage_0_numbers_parameters_in_the_order_of_its_optimizer(
     The order is given in the names that `inspect` lists, without the wrapper of `torch.compile`.
     """
     case = replace(CASES[name], compiled=compiled)
-    truth, order, losses = _saved(oracle, case, tmp_path / "source")
+    truth, losses = _saved(oracle, case, tmp_path / "source")
+    (group,) = truth.meta["groups"]
+    order: list[str] = group["names"]
+    places = swapped_places([tuple(truth.tensors[f"fp32/{n}"].shape) for n in order])
+    assert len({order[place] for place in places}) == 2
     assert all(n.startswith("_orig_mod.") for n in order) == bool(compiled)
     order = [n.removeprefix("_orig_mod.") for n in order]
     source, options = tmp_path / "source/ckpt", {"to": "zero", "dp": 1, "zero_stage": "1"}
@@ -96,6 +100,48 @@ def test_stage_0_numbers_parameters_in_the_order_of_its_optimizer(
     out = tmp_path / "state"
     (got,) = oracle.worlds.run(
         "oracle.unsaid:resume_native",
+        world=1,
+        case=replace(case, stage=1).to_json(),
+        load_dir=str(tmp_path / "said"),
+        tag=None,
+        out=str(out),
+        steps=3,
+    )
+    assert differences(truth, Truth(out / "resumed.safetensors", out / "resumed.json")) == []
+    if name == "z0_fp32":
+        assert got["losses"] == pytest.approx(losses, rel=1e-6)
+
+
+def _pasted(text: str, order: Path) -> list[str]:
+    """The flag that a text recommends, with the file that the user has written."""
+    found = re.search(r"--param-order FILE", text)
+    assert found, text
+    return [word.replace("FILE", str(order)) for word in found[0].split()]
+
+
+@pytest.mark.parametrize("name", ["z0_fp32", "z0_bf16", "z0_before_first_step"])
+def test_groups_of_stage_0_that_nothing_tells_apart_are_asked_for(name: str, oracle: Oracle, tmp_path: Path) -> None:
+    """The error and `inspect` name `--param-order FILE`, and a run resumes from the conversion with that file."""
+    case = CASES[name]
+    truth, losses = _saved(oracle, case, tmp_path / "source", "train_dealt_out")
+    order = tmp_path / "order.txt"
+    order.write_text("".join(f"{n}\n" for group in truth.meta["groups"] for n in group["names"]))
+    source, words = tmp_path / "source/ckpt", ["--to", "zero", "--dp", "1", "--zero-stage", "1", "--quiet"]
+    for to in (words, ["--to", "universal"], ["--to", "dcp"]):
+        code, _, err = command("convert", str(source), str(tmp_path / "guessed" / "s"), *to)
+        assert (code, "checkpoint.ambiguous" in err) == (3, True), (to, err)
+        fix = next(line for line in err.splitlines() if line.startswith("fix: "))
+        assert _pasted(fix, order), to
+    code, _, told = command("inspect", str(source))
+    assert (code, told.count("--param-order FILE")) == (0, 1)
+    assert command("convert", str(source), str(tmp_path / "weights"), "--to", "safetensors", "--quiet")[0] == 0
+    for text in (fix, told):
+        shutil.rmtree(tmp_path / "said", ignore_errors=True)
+        found = command("convert", str(source), str(tmp_path / "said/global_step3"), *words, *_pasted(text, order))
+        assert found[0] == 0, found
+    out = tmp_path / "state"
+    (got,) = oracle.worlds.run(
+        "oracle.unsaid:resume_dealt_out",
         world=1,
         case=replace(case, stage=1).to_json(),
         load_dir=str(tmp_path / "said"),

@@ -23,6 +23,15 @@ def swapped(case: Case, model: nn.Module) -> list[Any]:
     return found
 
 
+def dealt_out(case: Case, model: nn.Module) -> list[Any]:
+    """The parameters in two groups that no shapes tell apart: every second one, the second group from the end."""
+    found = _GROUPS(case, model)
+    return [
+        {"params": found[::2], "lr": 1e-2, "weight_decay": 0.1},
+        {"params": found[1::2][::-1], "lr": 5e-3, "weight_decay": 0.0},
+    ]
+
+
 def swapped_places(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     """The places of the first two matrices of one shape."""
     pairs = ((i, shapes.index(s, i + 1)) for i, s in enumerate(shapes) if len(s) > 1 and s in shapes[i + 1 :])
@@ -38,6 +47,18 @@ def train_and_save(**arguments: Any) -> dict[str, Any]:
 def resume_native(**arguments: Any) -> dict[str, Any]:
     """As ``train.resume_native``."""
     train.param_groups = swapped
+    return train.resume_native(**arguments)
+
+
+def train_dealt_out(**arguments: Any) -> dict[str, Any]:
+    """As ``train.train_and_save``, with the groups of ``dealt_out``."""
+    train.param_groups = dealt_out
+    return train.train_and_save(**arguments)
+
+
+def resume_dealt_out(**arguments: Any) -> dict[str, Any]:
+    """As ``train.resume_native``, with the groups of ``dealt_out``."""
+    train.param_groups = dealt_out
     return train.resume_native(**arguments)
 
 

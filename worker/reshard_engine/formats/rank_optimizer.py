@@ -32,7 +32,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.dtensors import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import StoredNames, listed_parameters, plain_name
-from reshard_engine.formats.numbered import Unread, only_way, split_base
+from reshard_engine.formats.numbered import SAY_ORDER, Unread, only_way, split_base
 from reshard_engine.formats.torch_archive import scalar_node
 from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, foreign_paths
@@ -50,7 +50,6 @@ _WEIGHTS = "the weights alone can be had: --to safetensors"
 _WEIGHTS_OF_OLDER = "remove it from the param groups before the save, or name the directory of an older save"
 _MOST_ELEMENTS = 64
 """The most elements of a tensor among hyper-parameters: a learning rate, or a pair of betas."""
-_SAY_ORDER = "--param-order FILE with the names of all parameters in the optimizer's order, one a line"
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 
 
@@ -384,14 +383,14 @@ class _Reading:
                 f"the optimizer numbers {counted(len(keys), 'parameter')}, and the model's files hold "
                 f"{counted(len(names), 'parameter')}"
             )
-            raise Unread(text, f"{_SAY_ORDER}; {_WEIGHTS}")
+            raise Unread(text, f"{SAY_ORDER}; {_WEIGHTS}")
         elif len(self._groups) > 1 and self._order is not ParamOrder.MODEL:
             text = (
                 f"the optimizer numbers its {counted(len(keys), 'parameter')} over {len(self._groups)} param groups, "
                 "and nothing says which parameters are in which group"
             )
             model = "--param-order model if the groups take the model's parameters one after another"
-            raise Unread(text, f"{_SAY_ORDER}; {model}")
+            raise Unread(text, f"{SAY_ORDER}; {model}")
         found: dict[Key, str] = dict(zip(keys, names, strict=True))
         for key, name in found.items():
             held = shapes.get(key) if lengths is None else lengths.get(key)
@@ -402,8 +401,8 @@ class _Reading:
                     f"the parameter in its place, {printable(name)}, has {wanted}"
                 )
                 if isinstance(self._order, tuple):
-                    raise RequestError("request.invalid", f"--param-order: {text}", fix=_SAY_ORDER)
-                raise Unread(f"{text}: the numbers do not count the model's parameters in order", _SAY_ORDER)
+                    raise RequestError("request.invalid", f"--param-order: {text}", fix=SAY_ORDER)
+                raise Unread(f"{text}: the numbers do not count the model's parameters in order", SAY_ORDER)
         self._found.ties = ties
         self._found.counts_all = {*names} == parameters
         have_shapes = len(shapes if lengths is None else lengths) == len(keys)
@@ -411,7 +410,7 @@ class _Reading:
             if not self._of_model:
                 text = "the optimizer numbers its parameters, and their shapes alone do not tell which is which"
                 model = "--param-order model if the run made its optimizer of model.parameters()"
-                raise Unread(text, f"{_SAY_ORDER}; {model}")
+                raise Unread(text, f"{SAY_ORDER}; {model}")
             self._found.assumed = (_IN_ORDER,)
         return found
 
@@ -686,7 +685,7 @@ _IN_ORDER = Undecided(
     Question.ORDER,
     "the optimizer numbers its parameters, and numbers are taken for the model's order, as verl and SkyRL make it of "
     "model.parameters(); counts and shapes fit",
-    f"{_SAY_ORDER}, if the run made its optimizer in another way",
+    f"{SAY_ORDER}, if the run made its optimizer in another way",
 )
 _OF_UNITS = Undecided(
     Question.ORDER,

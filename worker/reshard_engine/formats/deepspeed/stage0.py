@@ -2,8 +2,8 @@
 
 The optimizer numbers its parameters group by group and stores no names. Names follow from `module` (which is in the
 model's order) only if exactly one assignment keeps that order within each group and fits every shape; otherwise the
-reader leaves out the optimizer states with a warning, and never guesses. Muon sorts its matrices by shape: it has the
-model's order among those of one shape.
+reader asks for `--param-order`, and without an answer only weights are written. Muon sorts its matrices by shape: it
+has the model's order among those of one shape.
 The order itself is proven in 16 bits, where each master must round to the weight of its name, and by shapes that come
 once. In fp32 a warning says that it is assumed, unless the user says it (`--param-order`).
 
@@ -44,6 +44,7 @@ from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.formats.deepspeed.rank_files import BASE_KEYS, ModelStates, named_states, read_scalar
 from reshard_engine.formats.deepspeed.zero12 import Partition, add_flat_group
 from reshard_engine.formats.model_weights import StoredNames, plain_name
+from reshard_engine.formats.numbered import SAY_ORDER, Unread
 from reshard_engine.pickles.nodes import Node, PList, PRuns, PTensor, mapping_items, mapping_of, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
@@ -52,20 +53,11 @@ from reshard_engine.tensors.shard_map import ShardMapBuilder
 # Names for the optimizer's numbered parameters: by the user's list, or by the only assignment in the model's order.
 
 _MANY = 2
+_WEIGHTS = "the weights alone can be had: --to safetensors"
 _LIST = "list each parameter of the optimizer once, in its order"
 _MAX_STATES = 20_000
 _Path: TypeAlias = Any  # None, or (path before, choice): shared tails keep it linear
 Named = tuple[str, tuple[int, ...]]
-
-
-def _refused(ways: int, owned: int, candidates: int) -> SourceError:
-    found = "no way" if ways == 0 else "more than one way"
-    return SourceError(
-        "source.unsupported",
-        f"stage 0 stores no names for optimizer states, and there is {found} to give {owned} of them "
-        f"the names of {candidates} tensors",
-        fix="convert the weights alone (--to safetensors), or save once with ZeRO stage 1, which stores names",
-    )
 
 
 def _choices(
@@ -78,15 +70,16 @@ def _choices(
             yield choice, tuple(n + (i == choice) for i, n in enumerate(placed))
 
 
-def assign_names(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[int, ...] | None]]) -> list[list[str]]:
+def assign_names(
+    candidates: Sequence[Named], groups: Sequence[Sequence[tuple[int, ...] | None]]
+) -> list[list[str]] | None:
     """Per group the names of its parameters, in the optimizer's order.
+
+    None unless exactly one assignment keeps the model's order in each group.
 
     Args:
         candidates: Names and shapes in the model's order; some may be frozen and belong to no group.
         groups: Per group the shapes in the optimizer's order, None where the optimizer shows none.
-
-    Raises:
-        SourceError: `source.unsupported` unless exactly one assignment keeps the model's order in each group.
     """
     owned = sum(len(g) for g in groups)
     # Per reachable state (how many of each group are placed): ways to reach it, and one predecessor.
@@ -101,11 +94,11 @@ def assign_names(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[in
                     known = following.get(after)
                     following[after] = (min(_MANY, ways + (known[0] if known else 0)), (path, choice))
         if len(following) > _MAX_STATES:
-            raise _refused(_MANY, owned, len(candidates))
+            return None
         layer = following
     ways, path = layer.get(goal, (0, None))
     if ways != 1:
-        raise _refused(ways, owned, len(candidates))
+        return None
     choices: list[int] = []
     while path is not None:
         path, choice = path
@@ -159,19 +152,16 @@ def _stored_names(shapes: Iterable[str], names: Sequence[str]) -> list[str]:
     return [stored or name for stored, name in zip(found, names, strict=True)]
 
 
-def assign_names_flat(candidates: Sequence[Named], totals: Sequence[int]) -> list[list[str]]:
+def assign_names_flat(candidates: Sequence[Named], totals: Sequence[int]) -> list[list[str]] | None:
     """The names of the parameters in each group's flat tensor, of which only the numbers of elements are known.
 
-    The order is proven only for one group that holds every candidate. Several groups could share the candidates in
-    many ways.
-
-    Raises:
-        SourceError: `source.unsupported` otherwise.
+    The order is proven only for one group that holds every candidate; None otherwise. Several groups could share the
+    candidates in many ways.
     """
     numel = sum(prod(shape) for _, shape in candidates)
     if len(totals) == 1 and totals[0] == numel:
         return [[name for name, _ in candidates]]
-    raise _refused(0 if len(totals) == 1 else _MANY, sum(totals), len(candidates))
+    return None
 
 
 def names_by_sizes(candidates: Sequence[Named], totals: Sequence[int], names: Sequence[str]) -> list[list[str]]:
@@ -256,9 +246,11 @@ def assemble_stage0(
     parameters = list(candidates.values())
     warnings: list[str] = []
     states = None if node is None else _Stage0Optimizer(node, model.torch_file, builder)
-    owned, unnamed = (None, "") if states is None else _named(states, candidates, order)
-    if unnamed:
-        warnings.append(f"weights only, as precise as the model's dtype: {unnamed}")
+    owned, open_ = (None, None) if states is None else _named(states, candidates, order)
+    unnamed = "" if open_ is None else open_.text
+    if open_ is not None:
+        reason = "its optimizer's states have no names" if open_.question is Question.ORDER else unnamed
+        warnings.append(f"weights only, as precise as the model's dtype: {reason}")
     noted = NotCarriedKeys()
     noted.add_all(others, "no file of DeepSpeed's")
     if states is not None:
@@ -315,6 +307,7 @@ def assemble_stage0(
         foreign_globals=tuple(sorted(ledger.foreign)),
         warnings=tuple(warnings),
         agreements=tuple(roundings),
+        undecided=() if open_ is None or open_.question is not Question.ORDER else (open_,),
         assumed=(_IN_MODELS_ORDER,) if owned and order is None and states is not None and states.unproven else (),
     )
 
@@ -328,18 +321,36 @@ _IN_MODELS_ORDER = Undecided(
 )
 
 
+def _unread(numbered: str, order: ParamOrder | None, *, listable: bool, by_model: bool = False) -> Unread:
+    """The reason why the optimizer's states have no names.
+
+    Args:
+        numbered: The optimizer's parameters and groups, in words.
+        order: The user's word on their order, which leaves no way, or several.
+        listable: True if the model has parameters for all of them, so that the user can list their names.
+        by_model: True if one way keeps the model's order over all groups.
+    """
+    text = f"stage 0 stores no names for optimizer states: the optimizer numbers its {numbered}, and "
+    if not listable:
+        return Unread(f"{text}the model has no parameters of their shapes", _WEIGHTS, Question.OPTIMIZER)
+    if order is not None:
+        reason = f"in the order of --param-order {order} their shapes leave no way, or several, to name them"
+    else:
+        reason = "nothing says which parameter has which number"
+    model = "--param-order model if the groups take the model's parameters one after another, or " if by_model else ""
+    return Unread(f"{text}{reason}", f"{model}{SAY_ORDER}; {_WEIGHTS}; ZeRO stage 1 stores names")
+
+
 def _named(
     states: _Stage0Optimizer, candidates: Mapping[str, Parameter], order: ParamOrder | tuple[str, ...] | None
-) -> tuple[dict[str, Parameter] | None, str]:
+) -> tuple[dict[str, Parameter] | None, Undecided | None]:
     """The parameters that the optimizer owns; None, and the reason, if its states cannot be given names."""
     shapes, weights = {n: p.shape for n, p in candidates.items()}, {n: p.weight for n, p in candidates.items()}
     try:
-        return states.assign(shapes, weights, order), ""
-    except SourceError as error:
-        if error.code != "source.unsupported":
-            raise
+        return states.assign(shapes, weights, order), None
+    except Unread as reason:
         # The weights have names in any case. Writers of optimizer states refuse this source and say why.
-        return None, error.message
+        return None, Undecided(reason.question, reason.text, reason.fix)
 
 
 class _Stage0Optimizer:
@@ -394,19 +405,22 @@ class _Stage0Optimizer:
         weights: Mapping[str, int | None],
         order: ParamOrder | tuple[str, ...] | None,
     ) -> dict[str, Parameter]:
-        """The parameters that the optimizer owns, in its order, with their states registered."""
+        """The parameters that the optimizer owns, in its order, with their states registered.
+
+        Raises:
+            RequestError: `request.invalid` for a list of names that does not fit.
+            Unread: Nothing tells the names of its numbers.
+        """
         if self._flat:
             return self._assign_flat(candidates, weights, order)
         shapes = [[self._shape(g, p, i) for p, i in enumerate(ids)] for g, ids in enumerate(self._groups)]
         named = list(candidates.items())
         if isinstance(order, tuple):
             names = names_as_said(named, shapes, order)
-        elif order is ParamOrder.MODEL:
-            # Over all groups: each of them holds what follows the one before it in the model.
-            (flat,) = assign_names(named, [[s for group in shapes for s in group]])
-            names = names_as_said(named, shapes, flat)
+        elif (ordered := self._ordered(named, shapes, order)) is not None:
+            names = ordered
         else:
-            names = self._in_models_order(named, shapes)
+            raise self._unnamed(named, shapes, order)
         self.unproven = not self.has_masters and not shapes_prove(named, shapes)
         owned: dict[str, Parameter] = {}
         for group, (ids, group_names) in enumerate(zip(self._groups, names, strict=True)):
@@ -422,15 +436,45 @@ class _Stage0Optimizer:
                 owned[name] = Parameter(name, candidates[name], group, weights[name], states, scalars)
         return owned
 
+    def _ordered(
+        self,
+        named: Sequence[Named],
+        shapes: Sequence[Sequence[tuple[int, ...] | None]],
+        order: ParamOrder | None,
+    ) -> list[list[str]] | None:
+        """The names by group in the model's order, within each group or over all groups; None unless one way fits."""
+        if order is not ParamOrder.MODEL:
+            return self._in_models_order(named, shapes)
+        # Over all groups: each of them holds what follows the one before it in the model.
+        flat = assign_names(named, [[s for group in shapes for s in group]])
+        return None if flat is None else names_as_said(named, shapes, flat[0])
+
+    def _unnamed(
+        self,
+        named: Sequence[Named],
+        shapes: Sequence[Sequence[tuple[int, ...] | None]],
+        order: ParamOrder | None,
+    ) -> Unread:
+        """The reason why the numbers have no names, with the orders that give them names."""
+        wanted = Counter(shape for group in shapes for shape in group)
+        unshown = wanted.pop(None, 0)
+        listable = wanted <= Counter(shape for _, shape in named) and wanted.total() + unshown <= len(named)
+        by_model = order is None and len(shapes) > 1 and self._ordered(named, shapes, ParamOrder.MODEL) is not None
+        counts = f"{counted(wanted.total() + unshown, 'parameter')} over {counted(len(shapes), 'param group')}"
+        return _unread(counts, order, listable=listable, by_model=by_model)
+
     def _in_models_order(
         self, named: Sequence[Named], shapes: Sequence[Sequence[tuple[int, ...] | None]]
-    ) -> list[list[str]]:
+    ) -> list[list[str]] | None:
         """The names by group, each in the model's order; Muon sorts by shape, and has it among equal shapes."""
         runs: list[list[list[tuple[int, ...] | None]]] = []
         for node, group in zip(self.group_nodes, shapes, strict=True):
             sorts = is_muons(mapping_items(node, what="param_groups")) and None not in group
             runs.append([list(same) for _, same in groupby(group)] if sorts else [list(group)])
-        found = iter(assign_names(named, [run for group in runs for run in group]))
+        assigned = assign_names(named, [run for group in runs for run in group])
+        if assigned is None:
+            return None
+        found = iter(assigned)
         return [[name for _ in group for name in next(found)] for group in runs]
 
     def _shape(self, group: int, place: int, index: int) -> tuple[int, ...] | None:
@@ -470,6 +514,9 @@ class _Stage0Optimizer:
     ) -> dict[str, Parameter]:
         named, totals = list(candidates.items()), [f.numel for f in self._flat]
         names = names_by_sizes(named, totals, order) if isinstance(order, tuple) else assign_names_flat(named, totals)
+        if names is None:
+            listable = sum(totals) <= sum(prod(shape) for _, shape in named)
+            raise _unread(f"parameters in {counted(len(totals), 'flat group')}", None, listable=listable)
         owned: dict[str, Parameter] = {}
         for group, group_names in enumerate(names):
             shapes = tuple((n, candidates[n]) for n in group_names)

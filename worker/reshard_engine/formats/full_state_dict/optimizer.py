@@ -28,7 +28,17 @@ from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import ParamGroup, Question, Scalar, Undecided
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.model_weights import StoredNames, checked_state, listed_parameters
-from reshard_engine.formats.numbered import GROUPS, PARAMS, STATE, Shape, Unread, in_models_order, only_way, split_base
+from reshard_engine.formats.numbered import (
+    GROUPS,
+    PARAMS,
+    SAY_ORDER,
+    STATE,
+    Shape,
+    Unread,
+    in_models_order,
+    only_way,
+    split_base,
+)
 from reshard_engine.pickles.nodes import Node, PList, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import foreign_paths
 from reshard_engine.tensors.dtypes import BY_NAME
@@ -40,7 +50,6 @@ Key = str | int
 _NAMES = "param_names"
 _STEP = "step"
 WEIGHTS = "the weights alone can be had: --to safetensors"
-SAY_ORDER = "--param-order FILE with the names of all parameters in the optimizer's order, one a line"
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 
 
