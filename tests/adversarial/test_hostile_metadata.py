@@ -21,7 +21,7 @@ from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.nodes import PDict, PickleLimits, PList, mapping_items
+from reshard_engine.pickles.nodes import PDict, PickleLimits, PList, PTuple, mapping_items, text_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import rewrite
 from reshard_engine.pickles.vm import parse_pickle
@@ -120,6 +120,20 @@ def test_states_of_another_shape_than_the_parameter(tmp_path: Path) -> None:
     state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(2)}}
     source = _stage0(tmp_path / "in", {"a": torch.ones(3)}, {"state": state, "param_groups": [{"params": [0]}]})
     assert _code(lambda: convert(source, tmp_path / "out")) == "checkpoint.malformed"
+
+
+@pytest.mark.parametrize("keys", [(1, 1.0), (1, True), (None, None), (PTuple((1,)), PTuple((True,)))], ids=str)
+def test_keys_that_python_merges_are_refused(keys: tuple[Any, Any]) -> None:
+    """Only a hostile stream has both: a program that loads it gets the last value, under the first key."""
+    assert _code(lambda: text_items(PDict([keys[0], 1, keys[1], 2]), what="x")) == "pickle.ambiguous_key"
+
+
+def test_keys_with_equal_hashes_take_no_time() -> None:
+    """Python gives -1 and -2 one hash, and tuples of them too."""
+    keys = [PTuple(tuple(-1 - (n >> bit & 1) for bit in range(15))) for n in range(1 << 15)]
+    begin = time.monotonic()
+    assert len(text_items(PDict([part for key in keys for part in (key, None)]), what="x")) == 1 << 15
+    assert time.monotonic() - begin < 5
 
 
 SQUARES = {name: torch.full((3, 3), float(i)) for i, name in enumerate("abcd", 1)}

@@ -7,6 +7,7 @@ older run (`house.rank_cases`). Those that need one process alone are made here,
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -16,20 +17,24 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from deepspeed.utils.zero_to_fp32 import (  # pyright: ignore[reportMissingTypeStubs]
     get_fp32_state_dict_from_zero_checkpoint,
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import reshard
 from house.promises import command
 from house.rank_cases import RankCase, rank_case
-from house.repository import REAL_CHECKPOINTS, ROOT
+from house.repository import DATA, REAL_CHECKPOINTS, ROOT
 from house.shared import made_once
 from oracle.dcp_driver import TIMEOUT_S, FsdpOracle
 from oracle.whole_tensors import differences, named, whole
@@ -527,6 +532,80 @@ def _saved(model: nn.Module, place: Path, value: torch.Tensor) -> dict[str, torc
 
 
 _TO_ZERO: dict[str, Any] = {"to": "zero", "dp": 2, "zero_stage": "1", "param_order": "model", "progress": False}
+
+
+KEYS: dict[str, Any] = {
+    "counts": {(0, 1): 2, None: 3, 1.5: 4, True: 5, 7: 6, ("a", (None, 2.0)): 8, float("inf"): 9},
+    "deep": [{None: torch.arange(3.0)}, {(1,): {False: "x"}}],
+    "whole": ({None: 1, (2, 3): 4},),
+}
+"""A script's state whose keys are no texts; torch enters dicts and lists, and keeps a tuple whole."""
+
+
+def paths_in(folder: Path) -> dict[str, Any]:
+    """The keys of a distributed checkpoint with the paths of a nested state dict that they stand for."""
+    return dict(FileSystemReader(folder).read_metadata().planner_data)
+
+
+@pytest.mark.parametrize("source", ["script", "deepspeed"])
+def test_keys_of_any_kind_become_the_texts_that_torch_makes_of_them(source: str, tmp_path: Path) -> None:
+    if source == "script":
+        place = tmp_path / "checkpoint.pt"
+        torch.save({"model": {"w": torch.ones(3)}, "x": KEYS}, place)
+    else:
+        place = Path(shutil.copytree(DATA / "zero2_tiny", tmp_path / "in"))
+        file = place / "global_step3" / "mp_rank_00_model_states.pt"
+        torch.save({**torch.load(file, weights_only=False), "x": KEYS}, file)
+    framework = "state-dict" if source == "deepspeed" else None
+    reshard.convert(place, tmp_path / "ours", to="dcp", framework=framework, progress=False)
+    with alone():
+        dcp.save({"x": KEYS}, checkpoint_id=tmp_path / "torch")
+    own = {key: path for key, path in paths_in(tmp_path / "ours").items() if path[0] == "x"}
+    assert own == paths_in(tmp_path / "torch")
+    found, wanted = whole(tmp_path / "ours")["x"], whole(tmp_path / "torch")["x"]
+    assert wanted["counts"]["(0, 1)"] == 2
+    assert equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [({1: 2, "1": 3}, "the keys 1 and '1'"), ({None: 1, "None": 2}, "the keys None and 'None'"),
+     ({(0, 1): 1, "(0, 1)": 2}, "the keys (0, 1) and '(0, 1)'")],
+)  # fmt: skip
+def test_two_keys_that_torch_makes_one_are_both_named(keys: dict[Any, int], named: str, tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(3)}, "x": {"y": keys}}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="duplicated flatten key"):
+        flatten_state_dict({"x": {"y": keys}})
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.convert(tmp_path / "a.pt", tmp_path / "ours", to="dcp", progress=False)
+    assert caught.value.code == "checkpoint.ambiguous"
+    assert f"x.y has {named}" in caught.value.message
+    assert "save again" in (caught.value.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (range(3), "contains a range object of Python"),
+        (slice(1, 2), "contains a slice object of Python"),
+        (np.array([1, "a", None], dtype=object), "a numpy array has the dtype object"),
+    ],
+    ids=["range", "slice", "array of objects"],
+)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_values_that_are_not_read_are_named_as_what_they_are(
+    value: Any, named: str, protocol: int, tmp_path: Path
+) -> None:
+    """A pickle calls a range `__builtin__.xrange`, and an array of objects was said to have a damaged dtype."""
+    torch.save({"model": {"w": torch.ones(3)}, "x": value}, tmp_path / "a.pt", pickle_protocol=protocol)
+    for to in ("dcp", "safetensors"):
+        with pytest.raises(reshard.ReshardError) as caught:
+            reshard.convert(tmp_path / "a.pt", tmp_path / to, to=to, progress=False)
+        assert caught.value.code == "pickle.forbidden_call"
+        assert named in caught.value.message
+    if not isinstance(value, np.ndarray):
+        reshard.convert(tmp_path / "a.pt", tmp_path / "kept", to="torch_save", opaque="keep", progress=False)
+        assert torch.load(tmp_path / "kept" / "checkpoint.pt", weights_only=False)["x"] == value
 
 
 def test_buffers_have_the_names_of_inspect_or_of_the_script(tmp_path: Path) -> None:

@@ -267,6 +267,68 @@ def mapping_items(node: Node, *, what: str) -> dict[str | int, Node]:
     return found
 
 
+_MOST_INTEGER = 1 << 62
+"""Python prints integers of thousands of digits slowly, or refuses them; no run counts this far."""
+
+
+def text_items(node: Node, *, what: str) -> dict[str, Node]:
+    """The mapping with the texts that `str` makes of its keys, in order, as torch flattens a state dict.
+
+    Source: torch 2.13.0 `distributed/checkpoint/_traverse.py` (`traverse_state_dict`: `str(k)`); verified by running.
+
+    Raises:
+        SourceError: `checkpoint.malformed` if the node is not a mapping; `checkpoint.ambiguous` if two keys have one
+            text; `pickle.ambiguous_key` if Python would merge two keys; `source.unsupported` for a key that is an
+            object, whose text only its class knows.
+    """
+    if not is_mapping(node):
+        raise SourceError("checkpoint.malformed", f"{what} is not a mapping but {kind_of(node)}")
+    pairs: list[Node] = node.pairs if isinstance(node, PDict) else node.items
+    found: dict[str, Node] = {}
+    shown: dict[str, str] = {}
+    values: set[str] = set()  # texts, as hashes of an attacker's numbers and tuples collide
+    for at in range(0, len(pairs), 2):
+        key = pairs[at]
+        text = key if isinstance(key, str) else _literal(key, what)
+        own = printable(repr(key) if isinstance(key, str) else text)
+        value = _literal(key, what, as_integers=True)
+        if value in values:
+            raise SourceError("pickle.ambiguous_key", f"{what} has the key {own} twice")
+        if text in found:
+            raise SourceError(
+                "checkpoint.ambiguous",
+                f"{what} has the keys {shown[text]} and {own}, and torch makes one text of both",
+                fix="rename one of the two keys where the run saves them, and save again",
+            )
+        values.add(value)
+        found[text], shown[text] = pairs[at + 1], own
+    return found
+
+
+def _literal(key: Node, what: str, depth: int = 0, *, as_integers: bool = False) -> str:
+    """The text that `repr` makes of a key: None, a truth value, a number, a text, or a tuple of these.
+
+    Args:
+        key: The key.
+        what: The mapping, for messages.
+        depth: Levels of tuples around the key.
+        as_integers: True for one text of all numbers that Python takes for the same key, such as 1, 1.0 and True.
+    """
+    check_depth(depth)
+    if isinstance(key, PTuple):
+        parts = [_literal(item, what, depth + 1, as_integers=as_integers) for item in key.items]
+        return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+    if isinstance(key, bool | float):
+        return repr(int(key)) if as_integers and float(key).is_integer() else repr(key)
+    if key is None or isinstance(key, str) or (type(key) is int and abs(key) < _MOST_INTEGER):
+        return repr(key)
+    raise SourceError(
+        "source.unsupported",
+        f"{what} has a key that is {kind_of(key)}, of which torch makes a text that its class decides",
+        fix="use texts, numbers or tuples of them as keys where the run saves them, and save again",
+    )
+
+
 def namespace_items(node: Node, *, what: str = "args") -> Mapping[str | int, Node]:
     """The attributes of an `argparse.Namespace`; an empty mapping for any other node.
 

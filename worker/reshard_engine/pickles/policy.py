@@ -230,6 +230,14 @@ def is_listed(name: Global) -> bool:
     return "." not in name.name
 
 
+_VALUES = {
+    f"{module}.{name}": f"contains a {kind} object of Python: it "
+    for module in ("builtins", "__builtin__")
+    for name, kind in (("range", "range"), ("xrange", "range"), ("slice", "slice"))
+}
+"""Plain values that users know by other names than those in a pickle: protocol 2 calls a range `__builtin__.xrange`."""
+
+
 @dataclass(slots=True)
 class OpaqueLedger:
     """Applies the policy to names that are not listed, and collects them for the manifest."""
@@ -253,7 +261,8 @@ class OpaqueLedger:
         if self.policy is OpaquePolicy.REFUSE:
             raise SourceError(
                 code,
-                f"the checkpoint names {safe}, which is not on the allow-list; nothing of it was executed",
+                f"the checkpoint {_VALUES.get(name.dotted, '')}names {safe}, which is not on the allow-list; nothing "
+                "of it was executed",
                 fix="if you trust its origin: --opaque keep writes such objects out again, unexecuted; "
                 "--opaque drop writes None in their place",
                 details={"global": safe},

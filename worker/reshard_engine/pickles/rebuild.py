@@ -178,6 +178,8 @@ _CHECKS: dict[str, Callable[[tuple[Node, ...]], bool]] = {
     **{f"numpy.{c}.multiarray.scalar": is_scalar_call for c in ("core", "_core")},
     **{f"numpy.{c}.numeric._frombuffer": is_buffer_call for c in ("core", "_core")},
 }
+_OBJECTS = ("O", "O8", "O4", "|O")
+"""The dtype object. Source: numpy 2.4 `dtype.__reduce__` (`O` and the size of a pointer); verified by running."""
 _NO_INSTANCES = frozenset(_CHECKS) - {"collections.OrderedDict"}
 """Functions, and classes that no writer instantiates by NEWOBJ."""
 
@@ -190,6 +192,12 @@ def check_call(func: Global, args: PTuple) -> None:
     """
     check = _CHECKS.get(func.dotted)
     if check is not None and not check(args.items):
+        if func.dotted == "numpy.dtype" and args.items[:1] and args.items[0] in _OBJECTS:
+            raise SourceError(
+                "pickle.forbidden_call",
+                "a numpy array has the dtype object: its elements are Python objects, and nothing of it was executed",
+                fix="store a list or an array of numbers where the run saves it, and save again",
+            )
         raise SourceError("pickle.forbidden_call", f"{printable(func.dotted)} with arguments that no writer gives")
 
 

@@ -32,8 +32,8 @@ from reshard_engine.pickles.nodes import (
     PTensorRef,
     check_depth,
     is_mapping,
-    mapping_items,
     mapping_of,
+    text_items,
 )
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS
@@ -43,12 +43,12 @@ def flattened(path: KeyPath, node: Node) -> Iterator[tuple[KeyPath, Node]]:
     """The leaves of a value as torch flattens it: tensors, and values without tensors in them.
 
     Raises:
-        SourceError: `pickle.too_deep`, `checkpoint.malformed` for a dict whose keys are neither texts nor integers.
+        SourceError: `pickle.too_deep`; as `text_items` for keys of which torch makes no text, or one text of two.
     """
     check_depth(len(path))
     if isinstance(node, PDict) or is_mapping(node):
-        for key, value in mapping_items(node, what=printable(key_of(path))).items():
-            yield from flattened((*path, str(key)), value)
+        for key, value in text_items(node, what=printable(key_of(path))).items():
+            yield from flattened((*path, key), value)
     elif _is_entered(node, len(path)):
         for number, item in enumerate(node.items):
             yield from flattened((*path, number), item)
