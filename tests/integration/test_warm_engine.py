@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -70,8 +71,12 @@ class Workplace:
         found: list[psutil.Process] = []
 
         def is_there() -> bool:
-            # A process that has just been started may show no command line yet.
-            found[:] = [p for p in psutil.Process().children() if any(w in p.cmdline() for w in self._argv[-1:])]
+            # A process that has just been started may show no command line yet, and one that has ended shows none.
+            found.clear()
+            for child in psutil.Process().children():
+                with suppress(psutil.NoSuchProcess):
+                    if any(w in child.cmdline() for w in self._argv[-1:]):
+                        found.append(child)
             return bool(found)
 
         wait_until(is_there)
