@@ -36,7 +36,7 @@ class Case:
         unused: a trainable parameter that never takes part in the forward pass.
         buffers: persistent int and float buffers that training changes and the loss depends on.
         local_buffer: a float buffer that depends on the rank's own data, as batch norm's does: replicas disagree.
-        empty_param: a trainable parameter of no elements.
+        empty_param: trainable parameters of no elements, of one dimension and of two.
         zip_files: False writes torch's legacy stream (``checkpoint_serialization: false``).
         steps: steps trained before the save.
         loss_scale_power: fp16's initial loss scale is 2 to this; a large one overflows and skips the first steps.

@@ -91,6 +91,7 @@ class TinyLM(nn.Module):
             self.calibrations = nn.ModuleList(Calibration(form) for form in forms)
         if case.empty_param:
             self.empty = nn.Parameter(torch.empty(0))
+            self.no_rows = nn.Parameter(torch.empty(0, 4))
         if case.buffers:
             self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
             self.register_buffer("wave", torch.zeros(5))
@@ -108,6 +109,9 @@ class TinyLM(nn.Module):
             for calibration in self.calibrations:
                 hidden = calibration(hidden)
         logits = self.head(hidden).float() * self.gain.float()
+        if self.case.empty_param:
+            # A gradient without elements reaches it, so that optimizers keep states for it; none reaches the other.
+            logits = logits + self.empty.float().sum()
         if self.case.buffers:
             self._advance_buffers()
             # The loss depends on the buffer, so losing it on the way shows in the losses.

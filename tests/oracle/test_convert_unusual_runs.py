@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +17,14 @@ from house.tiers import rest_full
 from oracle.cases import Case, Stage
 from oracle.driver import Oracle, Trained
 from oracle.launcher import WorldError
+from oracle.models import batch, build_model
 from oracle.outputs import convert, raw, read_safetensors
 from oracle.truth import Truth, differences
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.options import NativeLayout, SourceSpec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _inspected(run: Trained) -> tuple[str, ...]:
@@ -112,6 +117,70 @@ def test_other_numbers_of_each_rank_are_refused_by_name(oracle: Oracle, tmp_path
     convert(run.dir, tmp_path / "weights", "safetensors")
     found = read_safetensors(tmp_path / "weights").tensors
     assert {name: found[name] for name in run.truth.kind("fp32")} == run.truth.kind("fp32")
+
+
+EMPTY = {"empty", "no_rows"}
+"""Parameters without elements: DeepSpeed owns them as it owns frozen ones (0.19.8, `is_optimized_parameter`)."""
+
+
+def _script(case: Case, place: Path) -> tuple[Path, dict[str, torch.Tensor], list[float]]:
+    """A file of a script without DeepSpeed, its state as `KIND/NAME`, and the losses of the next steps."""
+    model = build_model(case, 7)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(named, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def step(number: int) -> float:
+        loss = model(*batch(number, 0, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return float(loss.detach())
+
+    for number in (0, 1, 2):
+        step(number)
+    place.mkdir()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, place / "run.pt")
+    state = {f"fp32/{name}": p.detach().clone() for name, p in named}
+    state |= {
+        f"{kind}/{n}": optimizer.state[p][kind].clone() for n, p in named for kind in MOMENTS if p.grad is not None
+    }
+    state |= {f"frozen/{n}": p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    return place / "run.pt", state, [step(number) for number in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("target", rest_full(["0", "1", "2", "3", "bf16", "universal 2", "universal 3"], "0", "2", "3"))
+@pytest.mark.parametrize("frozen", [True, False], ids=["some_frozen", "all_trained"])
+def test_parameters_without_elements_are_filed_with_the_frozen_ones(
+    target: str, frozen: bool, oracle: Oracle, tmp_path: Path
+) -> None:
+    """torch gives the one that a gradient reaches its states. DeepSpeed's optimizers have neither of them.
+
+    At ZeRO-3 DeepSpeed loads such a model and cannot train it: it gathers parts of which there are none.
+    """
+    to, _, number = target.rpartition(" ")
+    stage: Any = "bf16opt" if number == "bf16" else int(number)
+    dtype = "bf16" if number == "bf16" else "fp32"
+    case = Case("script", stage, dtype, empty_param=True, buffers=False, tied=False, frozen=frozen, unused=False)
+    source, state, losses = _script(replace(case, dtype="fp32"), tmp_path / "source")
+    assert state["exp_avg/empty"].shape == (0,)
+    options: dict[str, Any] = {} if to else {"dp": 2, "zero_stage": number, "dtype": dtype}
+    out = tmp_path / "out" / "global_step3"
+    result = reshard.convert(source, out, to=to or "zero", buffers="none", progress=False, **options)
+    assert not [text for text in result.warnings if "never updated" in text and stage != 0]
+    assert [d.name for d in reshard.diff(source, out).differences] == ["counters and client state"]
+    resume = oracle.resume_universal if to else oracle.resume_native
+    steps = 0 if stage == 3 else len(losses)
+    resumed = resume(case, out.parent, tmp_path / "state", world=2, tag=out.name, steps=steps)
+    found = resumed.state.tensors
+    assert {name: found[f"module/{name}"].shape for name in EMPTY} == {"empty": (0,), "no_rows": (0, 4)}
+    for key, value in state.items():
+        kind, _, name = key.partition("/")
+        if name not in EMPTY and not (to and kind == "frozen"):  # the universal loader leaves frozen weights alone
+            kept = value.to(torch.bfloat16).view(torch.int16) if (kind, dtype) == ("frozen", "bf16") else value
+            assert found[key].data == kept.numpy().tobytes(), key
+    if dtype == "fp32" and not (to and frozen):
+        assert resumed.losses == pytest.approx(losses[:steps], rel=1e-5)
 
 
 def test_files_of_different_steps_are_still_found(oracle: Oracle, tmp_path: Path) -> None:

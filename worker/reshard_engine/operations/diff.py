@@ -172,6 +172,9 @@ class Matching:
             return
         self._weights(name, mine, theirs)
         self._padding(name, mine, theirs)
+        if 0 in mine.shape:
+            # No optimizer has anything to keep of it: torch counts it among the trained ones, DeepSpeed does not.
+            return
         if not (self.a.knows_roles and self.b.knows_roles):
             return
         open_ = name in self.a.checkpoint.unproven | self.b.checkpoint.unproven

@@ -172,6 +172,26 @@ def states_by_group(checkpoint: Checkpoint, states: Sequence[str]) -> dict[int, 
     return {group: tuple(s for s in states if s in own or not own) for group, own in held.items()}
 
 
+def without_empty_parameters(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with trained parameters that have no elements among the frozen ones, where DeepSpeed has them.
+
+    Its optimizers take only parameters with elements, and its loader looks all others up among the frozen fragments.
+    Older versions own such parameters, of which their flat tensors hold nothing, and take frozen fragments of more
+    parameters than their own.
+
+    Source: deepspeed 0.19.8 `runtime/utils.py` (`is_optimized_parameter`), `runtime/engine.py`
+    (`load_module_state_dict`, `_get_zero_frozen_param_attributes`); verified by running.
+    """
+    parameters = tuple(
+        replace(p, group=None, weight=p.value() if p.weight is None else p.weight, states={}, scalars={},
+                never_updated=False)
+        if p.trained and 0 in p.shape
+        else p
+        for p in checkpoint.parameters
+    )  # fmt: skip
+    return replace(checkpoint, parameters=parameters)
+
+
 def without_recomputed(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[NotCarried, ...]]:
     """The checkpoint without numbers that the optimizer computes anew before it reads them, and their names.
 

@@ -461,7 +461,12 @@ class ModuleTensors:
         self.unregistered: set[str] = set()
         """Names of the tensors that the module does not call buffers: extra states, and what hooks of the model add."""
         self.weights: dict[str, int] = {}
-        self.shared: dict[str, str] = dict(self._model.shared)
+        self.shared: dict[str, str] = {
+            # Below stage 3 DeepSpeed takes equal addresses for a tie, and all tensors without elements have address 0.
+            name: owner
+            for name, owner in self._model.shared.items()
+            if sharded or name not in self._model.module or self._model.module[name].numel
+        }
         self.frozen_late = frozenset(n for n, _ in self._model.frozen_shapes if n in owned)
         """Parameters that the run froze after the optimizer was made."""
         self.frozen_parameters: list[Parameter] = []

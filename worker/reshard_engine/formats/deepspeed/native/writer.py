@@ -59,6 +59,7 @@ from reshard_engine.formats.deepspeed.optimizer import (
     states_to_write,
     trained_groups,
     with_all_counters,
+    without_empty_parameters,
     without_recomputed,
 )
 from reshard_engine.formats.deepspeed.parallel.experts import (
@@ -456,9 +457,11 @@ class ZeroWriter:
         require_optimizer(checkpoint, "a native checkpoint")
         before = checkpoint
         checkpoint, recomputed = without_recomputed(checkpoint)
+        target = resolve(checkpoint, request)
+        # At stage 0 in fp32 nothing wraps the run's own optimizer, which has all trained parameters.
+        checkpoint = checkpoint if target.master_is_weight else without_empty_parameters(checkpoint)
         checkpoint, empty_groups = without_empty_groups(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
-        target = resolve(checkpoint, request)
         checkpoint = _with_copies(checkpoint, target)
         refuse_impossible_layout(target, checkpoint)
         source = checkpoint

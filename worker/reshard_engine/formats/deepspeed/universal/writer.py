@@ -54,6 +54,7 @@ from reshard_engine.formats.deepspeed.optimizer import (
     states_by_group,
     states_to_write,
     with_all_counters,
+    without_empty_parameters,
     without_recomputed,
 )
 from reshard_engine.formats.deepspeed.parallel.experts import expert_keys, fuse_experts
@@ -236,7 +237,7 @@ class UniversalWriter:
             )
         require_optimizer(checkpoint, "a universal checkpoint")
         before = checkpoint
-        checkpoint, recomputed = without_recomputed(checkpoint)
+        checkpoint, recomputed = without_recomputed(without_empty_parameters(checkpoint))
         checkpoint, empty_groups = without_empty_groups(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
         groups = request.options.deepspeed.weight_decay_groups
