@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import reshard
 from house.expected import raised
 from house.tiers import rest_full
 from oracle.cases import CASES, Case, Stage
@@ -240,6 +241,26 @@ def test_amsgrad_goes_on_at_stage_2_and_fails_at_stage_3_as_a_warning_says(oracl
     resumed = oracle.resume_native(replace(run.case, stage=3), tmp_path / "zero", tmp_path / "three", world=3)
     assert differences(run.truth, resumed.state) == []
     assert agree(resumed.losses, run.losses_after, significant=6)
+
+
+def test_amsgrad_without_its_third_state_is_warned_of(oracle: Oracle, tmp_path: Path) -> None:
+    """DeepSpeed's own converter leaves the state out: what it wrote loads, and the first step ends."""
+    run, peer = oracle.train(Case("amsgrad", 2, "fp32", optimizer="amsgrad"), tmp_path), tmp_path / "peer" / "universal"
+    assert oracle.peer_universal(run.tag_dir, peer) is None
+    wanted = "no max_exp_avg_sq"
+    assert not [text for text in reshard.inspect(run.dir).warnings if wanted in text]
+    (said,) = (text for text in reshard.inspect(peer).warnings if wanted in text)
+    assert said.startswith("param group 0 has amsgrad=True, and ")
+    assert "ends with KeyError: 'max_exp_avg_sq'" in said
+    weights = convert(peer, tmp_path / "weights", "safetensors")
+    assert not [text for text in weights.warnings if wanted in text]
+    convert_to = {"universal": None, "zero": NativeLayout(dp=2, zero_stage="2")}
+    for to, layout in convert_to.items():
+        result = convert(peer, tmp_path / to / run.tag, to, layout=layout)
+        assert said in result.warnings
+        resume = oracle.resume_universal if to == "universal" else oracle.resume_native
+        with pytest.raises(WorldError, match="KeyError: 'max_exp_avg_sq'"):
+            resume(run.case, tmp_path / to, tmp_path / f"{to}-state", world=2, steps=1)
 
 
 def test_asgd_is_refused_and_goes_on_by_what_the_error_says(oracle: Oracle, tmp_path: Path) -> None:

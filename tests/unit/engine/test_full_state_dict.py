@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -690,3 +692,43 @@ def test_a_tie_of_integers_is_kept_for_deepspeed(tmp_path: Path) -> None:
     reshard.convert(tmp_path / "out", tmp_path / "weights", to="torch", progress=False)
     found = torch.load(tmp_path / "weights" / "pytorch_model.bin", weights_only=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "state", "said"),
+    [
+        (partial(torch.optim.Adam, amsgrad=True), "max_exp_avg_sq", "amsgrad=True"),
+        (partial(torch.optim.RMSprop, centered=True), "grad_avg", "centered=True"),
+        (partial(torch.optim.RMSprop, momentum=0.9), "momentum_buffer", "momentum=0.9"),
+        (partial(torch.optim.Adam, amsgrad=False), None, ""),
+        (partial(torch.optim.RMSprop, momentum=0.9, centered=True), None, ""),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "momentum_buffer", ""),
+    ],
+)
+def test_states_that_hyper_parameters_require_are_missed(
+    make: Callable[..., torch.optim.Optimizer], state: str | None, said: str, tmp_path: Path
+) -> None:
+    """What the warning says, torch does: its first step ends. SGD begins a new momentum."""
+    model = torch.nn.Linear(3, 2)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    first = make(model.parameters())
+    step(first)
+    held = first.state_dict()
+    for states in held["state"].values():
+        states.pop(state, None)
+    torch.save({"model": model.state_dict(), "optimizer": held}, tmp_path / "run.pt")
+    warnings = reshard.convert(tmp_path / "run.pt", tmp_path / "out", to="torch_save", progress=False).warnings
+    assert [text.partition(",")[0] for text in warnings if f"no {state} " in text] == (
+        [f"param group 0 has {said}"] if said else []
+    )
+    again = make(model.parameters())
+    again.load_state_dict(held)
+    with pytest.raises(KeyError, match=str(state)) if said else nullcontext():
+        step(again)
+    if said:  # what the warning advises
+        again.param_groups[0][said.partition("=")[0]] = False
+        step(again)

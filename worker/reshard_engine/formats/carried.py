@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from reshard.errors import printable
+from reshard.errors import counted, listed, printable
 from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Checkpoint
 
@@ -33,6 +33,47 @@ class NotCarriedKeys:
             NotCarried(path=path, reason=reason, file=files[0], files=len(files))
             for (path, reason), files in self._files.items()
         )
+
+
+# States that the hyper-parameters of a param group require and no file has.
+
+_REQUIRED = (
+    ("amsgrad", "amsgrad", "max_exp_avg_sq"),
+    ("centered", "centered", "grad_avg"),
+    ("centered", "momentum", "momentum_buffer"),
+)
+"""A key that shows which optimizer a group has, the hyper-parameter that makes it keep a state, and the state.
+
+SGD is not among them: without its momentum it begins a new one.
+"""
+
+
+def missing_states(checkpoint: Checkpoint) -> list[str]:
+    """Warnings about parameters that have states, but not all those without which their optimizer ends at a step.
+
+    DeepSpeed's `ds_to_universal` writes masters and both moments of Adam, and nothing else.
+
+    Source: torch 2.13.0 `optim/adam.py`, `optim/rmsprop.py` (`_init_group`), deepspeed 0.19.8
+    `checkpoint/ds_to_universal.py`; verified by running.
+    """
+    found: list[str] = []
+    groups = () if checkpoint.optimizer is None else checkpoint.optimizer.groups
+    for number, group in enumerate(groups):
+        values = group.hyper_parameters
+        begun = [p for p in checkpoint.members(number) if p.states.keys() - {"fp32"}]
+        for known, switch, state in _REQUIRED:
+            value = values.get(switch)
+            if known not in values or not isinstance(value, bool | int | float) or not value:
+                continue
+            if lost := [p.fqn for p in begun if state not in p.states]:
+                many = counted(len(lost), "parameter has", "parameters have")
+                found.append(
+                    f"param group {number} has {switch}={value}, and {many} no {state} ({listed(lost)}): the first "
+                    f"optimizer step of a run that loads them ends with KeyError: {state!r}. Convert the checkpoint "
+                    f"that the run itself saved (DeepSpeed's ds_to_universal leaves this state out), or set {switch} "
+                    f"to {type(value)(0)} in the param group after loading"
+                )
+    return found
 
 
 # Names the parts of a checkpoint that a target leaves out, for `not_carried` of the conversion's result.

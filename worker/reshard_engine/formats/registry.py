@@ -12,6 +12,7 @@ from reshard.installed_formats import InstalledFormat, installed_formats, refuse
 from reshard.models.jobs import ConvertRequest
 from reshard.options import Options
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.carried import missing_states
 from reshard_engine.formats.deepspeed.format import DeepSpeed
 from reshard_engine.formats.format import Format, Writer
 from reshard_engine.formats.fsdp_ranks.format import FsdpRanks
@@ -158,4 +159,5 @@ def left_out(checkpoint: Checkpoint) -> str | None:
 def cautions(checkpoint: Checkpoint) -> list[str]:
     """Warnings that `inspect` adds to those of the reader."""
     lost = left_out(checkpoint)
-    return [text for known in formats() for text in known.cautions(checkpoint)] + ([] if lost is None else [lost])
+    said = [text for known in formats() for text in known.cautions(checkpoint)]
+    return [*said, *missing_states(checkpoint), *([] if lost is None else [lost])]

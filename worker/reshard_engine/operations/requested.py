@@ -9,6 +9,7 @@ from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.carried import missing_states
 from reshard_engine.formats.format import refuse_choices
 from reshard_engine.formats.placeholders import refuse_placeholders
 from reshard_engine.formats.registry import format_writing, formats, left_out, relabelled, rules_of
@@ -100,6 +101,8 @@ def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         lost = None if whole else left_out(checkpoint)
         said += [] if lost is None else [lost]
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *said)) if said else checkpoint
+    elif written.of_training and (lacking := missing_states(checkpoint)):
+        checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *lacking))
     taken = written.takes_model_files or any(known.reads_model_files(request) for known in formats())
     if request.model_files is not None and not taken:
         raise RequestError(
