@@ -21,8 +21,7 @@ from reshard.errors import ReshardError, SourceError, counted, listed, printable
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import NO_CHOICES, Format, Reader, ReadOptions, refuse_choices
-from reshard_engine.formats.model_weights import without_wrappers
-from reshard_engine.formats.placeholders import with_placeholders_named
+from reshard_engine.formats.model_weights import with_placeholders_named, without_wrappers
 from reshard_engine.formats.registry import formats, known_files, refuse_keys
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger

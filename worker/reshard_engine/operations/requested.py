@@ -11,7 +11,7 @@ from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.carried import missing_states
 from reshard_engine.formats.format import refuse_choices
-from reshard_engine.formats.placeholders import refuse_placeholders
+from reshard_engine.formats.model_weights import refuse_placeholders
 from reshard_engine.formats.registry import format_writing, formats, left_out, relabelled, rules_of
 from reshard_engine.formats.sources import read_checkpoint, read_weights, training_state_near
 from reshard_engine.pickles.policy import OpaqueLedger
