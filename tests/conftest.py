@@ -132,6 +132,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A case that was asked for by its name runs.
     """
+    if unstable := [item.nodeid for item in items if " object at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"each process has other addresses: give `ids` to the cases of {unstable[0]}")
     mark_subjects(items)
     selection = config.stash.get(_SELECTION, None)
     if not any("[" in argument for argument in config.args):

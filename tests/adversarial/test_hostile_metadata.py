@@ -122,7 +122,11 @@ def test_states_of_another_shape_than_the_parameter(tmp_path: Path) -> None:
     assert _code(lambda: convert(source, tmp_path / "out")) == "checkpoint.malformed"
 
 
-@pytest.mark.parametrize("keys", [(1, 1.0), (1, True), (None, None), (PTuple((1,)), PTuple((True,)))], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [(1, 1.0), (1, True), (None, None), (PTuple((1,)), PTuple((True,)))],
+    ids=["1 and 1.0", "1 and True", "None twice", "tuples"],
+)
 def test_keys_that_python_merges_are_refused(keys: tuple[Any, Any]) -> None:
     """Only a hostile stream has both: a program that loads it gets the last value, under the first key."""
     assert _code(lambda: text_items(PDict([keys[0], 1, keys[1], 2]), what="x")) == "pickle.ambiguous_key"
