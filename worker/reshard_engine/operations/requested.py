@@ -39,8 +39,12 @@ def as_requested(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         RequestError: `request.invalid` and `request.unsatisfiable`: it asks for what does not go together.
     """
     refuse_unexplained(checkpoint)
-    source = open_location(request.source.url, request.source.profile)
-    refuse_placeholders(checkpoint, request.empty_weights, lambda: training_state_near(source))
+    # The place is opened only for the error: a client of an object store is not made for each conversion.
+    refuse_placeholders(
+        checkpoint,
+        request.empty_weights,
+        lambda: training_state_near(open_location(request.source.url, request.source.profile)),
+    )
     indifferent = format_writing(request.to).indifferent(checkpoint, request)
     checkpoint.refuse_undecided(*indifferent)
     said = [f"{a.text}: {a.fix}" for a in checkpoint.assumed if a.question not in indifferent]
