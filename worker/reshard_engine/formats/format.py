@@ -157,6 +157,8 @@ class Format:
     """Fields of param groups with the value that says what optimizers without the field do; to `diff` it is absent."""
     whole_models: ClassVar[bool] = False
     """True if targets of this format should contain the whole model."""
+    model_only: ClassVar[bool] = False
+    """True if targets of this format have no place for a run's state beside the model: no value of it is written."""
 
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if a directory whose names a reader recognises is of this format: some names are of several formats."""

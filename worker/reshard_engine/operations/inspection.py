@@ -11,9 +11,17 @@ from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.models.jobs import ConvertRequest, Inspection, PossibleTarget, TensorInfo
 from reshard.options import SourceSpec
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.formats.registry import cautions, check_request, format_of, formats, left_out, writer_of
+from reshard_engine.formats.registry import (
+    cautions,
+    check_request,
+    format_of,
+    format_writing,
+    formats,
+    left_out,
+    writer_of,
+)
 from reshard_engine.formats.torch_archive import dry_run
-from reshard_engine.operations.requested import as_requested
+from reshard_engine.operations.requested import as_requested, foreign_in_model
 
 # Rehearses conversions: has the writer lay out the target, without moving a byte, to see if it refuses.
 
@@ -28,15 +36,16 @@ class WriterDryRun:
     checkpoint: Checkpoint
     source: SourceSpec
 
-    @property
-    def opaque(self) -> OpaquePolicy:
-        """The policy that this source needs: `drop` if it holds foreign objects, which are refused by default."""
-        return OpaquePolicy.DROP if self.checkpoint.foreign_globals else OpaquePolicy.REFUSE
+    def opaque(self, to: str) -> OpaquePolicy:
+        """The policy that this source needs for a target: `drop` if that would otherwise refuse foreign objects."""
+        known = self.checkpoint
+        foreign = foreign_in_model(known) if format_writing(to).model_only else known.foreign_globals
+        return OpaquePolicy.DROP if foreign else OpaquePolicy.REFUSE
 
     def refusal(self, to: str, **options: Any) -> RequestError | SourceError | None:
         """The reason why a conversion with these fields of `ConvertRequest` would be refused; None if there is none."""
         target = f"{self.source.url.rstrip('/')}_rehearsed"
-        request = ConvertRequest(source=self.source, target=target, to=to, opaque=self.opaque, **options)
+        request = ConvertRequest(source=self.source, target=target, to=to, opaque=self.opaque(to), **options)
         try:
             check_request(request)
             with dry_run():
@@ -54,10 +63,11 @@ class WriterDryRun:
 
     def possible(self, name: str, detail: str, flags: str) -> PossibleTarget:
         """A target that is possible with these flags of `reshard convert`."""
-        if not self.checkpoint.foreign_globals:
+        opaque = self.opaque(name.partition(" ")[0])
+        if opaque is OpaquePolicy.REFUSE:
             return PossibleTarget(name=name, possible=True, detail=detail, example=flags)
         detail += "; with --opaque drop, or keep: it holds objects of classes that are not on the allow-list"
-        return PossibleTarget(name=name, possible=True, detail=detail, example=f"{flags} --opaque {self.opaque.value}")
+        return PossibleTarget(name=name, possible=True, detail=detail, example=f"{flags} --opaque {opaque.value}")
 
     def impossible(self, name: str, refusal: ReshardError) -> PossibleTarget:
         """A target that is refused for this reason."""

@@ -14,8 +14,8 @@ from reshard_engine.formats.format import refuse_choices
 from reshard_engine.formats.model_weights import refuse_placeholders
 from reshard_engine.formats.registry import format_writing, formats, left_out, relabelled, rules_of
 from reshard_engine.formats.sources import read_checkpoint, read_weights, training_state_near
-from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.pickles.trees import foreign_paths
+from reshard_engine.pickles.policy import OpaqueLedger, refusal
+from reshard_engine.pickles.trees import foreign_names, foreign_paths
 from reshard_engine.storage.locations import Location, open_location, refuse_link_elsewhere
 from reshard_engine.storage.protocol import Listing, read_bytes
 
@@ -49,18 +49,44 @@ def as_requested(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     checkpoint.refuse_undecided(*indifferent)
     said = [f"{a.text}: {a.fix}" for a in checkpoint.assumed if a.question not in indifferent]
     checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *said)) if said else checkpoint
-    return _completed(relabelled(_dropped(checkpoint, request), request), request)
+    return _completed(relabelled(_without_objects(checkpoint, request), request), request)
 
 
-def _dropped(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
-    """The checkpoint with the names of the objects that `--opaque drop` leaves out."""
-    if request.opaque is not OpaquePolicy.DROP or not checkpoint.foreign_globals:
+def _without_objects(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+    """The checkpoint with a note on the objects of unlisted classes that the target does not get.
+
+    Under `refuse`, a target that stores the model alone does not get those of the run's state: hyper-parameters, say.
+
+    Raises:
+        SourceError: `pickle.forbidden_global` under `refuse` for an object of the model.
+    """
+    if request.opaque is OpaquePolicy.KEEP or not checkpoint.foreign_globals:
         return checkpoint
+    if request.opaque is OpaquePolicy.REFUSE and format_writing(request.to).model_only:
+        if of_model := foreign_in_model(checkpoint):
+            raise refusal(of_model[0])
+        text = (
+            f"the state of the run beside the model names {listed(checkpoint.foreign_globals)}, not on the allow-list: "
+            f"nothing of it was executed, and {request.to} has no place for that state"
+        )
+        return replace(checkpoint, warnings=(*checkpoint.warnings, text))
     trees = checkpoint.facts.trees(checkpoint)
     paths = dict.fromkeys(path for node, where in trees for path in foreign_paths(node, where))
     reason = "an object of a class that is not listed: dropped, as asked"
     found = tuple(NotCarried(path=printable(path), reason=reason) for path in paths)
     return replace(checkpoint, not_carried=(*checkpoint.not_carried, *found))
+
+
+def foreign_in_model(checkpoint: Checkpoint) -> list[str]:
+    """The names off the allow-list that lie in the model, or that no value of the run's state accounts for.
+
+    `--opaque` decides about these for every target; those of the run's state do not matter to a target without it.
+    """
+    model = {name for node in checkpoint.extra_states.values() for name in foreign_names(node)}
+    of_model = set(map(id, checkpoint.extra_states.values()))
+    trees = (node for node, _ in checkpoint.facts.trees(checkpoint) if id(node) not in of_model)
+    of_run = {name for node in trees for name in foreign_names(node)}
+    return [name for name in checkpoint.foreign_globals if name in model or name not in of_run]
 
 
 def refuse_unexplained(checkpoint: Checkpoint) -> None:
@@ -82,13 +108,19 @@ def refuse_unexplained(checkpoint: Checkpoint) -> None:
 
 
 def _read(source: Location, request: ConvertRequest) -> Checkpoint:
-    ledger = OpaqueLedger(request.opaque)
-    for_target = format_writing(request.to).read_for(request, source, ledger)
+    written = format_writing(request.to)
+    # Objects of the run's state do not matter to targets without it. Where an object lies is known after reading.
+    later = written.model_only and request.opaque is OpaquePolicy.REFUSE
+    ledger = OpaqueLedger(OpaquePolicy.KEEP if later else request.opaque)
+    for_target = written.read_for(request, source, ledger)
     if for_target is not None:
         refuse_choices(request.source, f"{request.to} takes the state dict as it is")
         return for_target
     rules = rules_of(request.options)
-    return read_checkpoint(source, request.source.tag, ledger, rules, request.source, target=request.to)
+    checkpoint = read_checkpoint(source, request.source.tag, ledger, rules, request.source, target=request.to)
+    if later and (of_model := foreign_in_model(checkpoint)):
+        raise ledger.refusal(of_model[0])
+    return checkpoint
 
 
 def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:

@@ -243,7 +243,8 @@ class OpaqueLedger:
     """Applies the policy to names that are not listed, and collects them for the manifest."""
 
     policy: OpaquePolicy
-    foreign: dict[str, None] = field(default_factory=dict[str, None])
+    foreign: dict[str, str] = field(default_factory=dict[str, str])
+    """The names, each with the code of the error that refuses it."""
     known: frozenset[str] = frozenset()
     """Names that the reader itself turns into plain numbers, so that no target names them. They stay off the list:
     whoever writes a tree with one of them is refused."""
@@ -257,13 +258,22 @@ class OpaqueLedger:
         if name.dotted in self.known:
             return
         safe = printable(name.dotted)
-        self.foreign[safe] = None
+        self.foreign.setdefault(safe, code)
         if self.policy is OpaquePolicy.REFUSE:
-            raise SourceError(
-                code,
-                f"the checkpoint {_VALUES.get(name.dotted, '')}names {safe}, which is not on the allow-list; nothing "
-                "of it was executed",
-                fix="if you trust its origin: --opaque keep writes such objects out again, unexecuted; "
-                "--opaque drop writes None in their place",
-                details={"global": safe},
-            )
+            raise self.refusal(safe)
+
+    def refusal(self, name: str) -> SourceError:
+        """The error that refuses a name which was recorded."""
+        return refusal(name, self.foreign[name])
+
+
+def refusal(name: str, code: str = "pickle.forbidden_global") -> SourceError:
+    """The error that refuses a name off the allow-list, in its printable form."""
+    return SourceError(
+        code,
+        f"the checkpoint {_VALUES.get(name, '')}names {name}, which is not on the allow-list; nothing "
+        "of it was executed",
+        fix="if you trust its origin: --opaque keep writes such objects out again, unexecuted; "
+        "--opaque drop writes None in their place",
+        details={"global": name},
+    )

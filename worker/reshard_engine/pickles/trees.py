@@ -134,6 +134,31 @@ def foreign_paths(node: Node, path: str) -> list[str]:
     return found
 
 
+def foreign_names(node: Node) -> set[str]:
+    """The printable names in a tree that are not on the allow-list, those within objects of unlisted classes included.
+
+    Raises:
+        SourceError: `pickle.too_deep`.
+    """
+    found: set[str] = set()
+    met: set[int] = set()
+
+    def walk(part: Node, depth: int) -> None:
+        if type(part) in _SCALARS or id(part) in met:
+            return
+        met.add(id(part))
+        check_depth(depth)
+        if isinstance(part, Global) and not is_listed(part):
+            found.add(printable(part.dotted))
+        if isinstance(part, PObject):
+            walk(part.cls, depth + 1)
+        for inner, _ in _parts(part, ""):
+            walk(inner, depth + 1)
+
+    walk(node, 0)
+    return found
+
+
 def _parts(node: Node, where: str) -> Iterator[tuple[Node, str]]:
     """The parts of a node, each with the path that leads to it."""
     if isinstance(node, PObject):

@@ -45,6 +45,7 @@ class Peft(Format):
     files = KnownFiles(needed=(CONFIG,))
     targets = (TargetFormat.PEFT,)
     takes_model_files = True
+    model_only = True
 
     def writer(self, target: str) -> Writer:
         """The writer of adapters."""

@@ -34,6 +34,7 @@ class Weights(Format):
     targets = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
     takes_model_files = True
     whole_models = True
+    model_only = True
 
     def writer(self, target: str) -> Writer:
         """The writer of either container."""
