@@ -291,6 +291,12 @@ class FormatFacts:
         """The names in `run_state` of what belongs to models and optimizers that were not read."""
         return ()
 
+    def group_states(self, checkpoint: Checkpoint) -> Iterator[tuple[Mapping[str | int, Node], dict[str, set[str]]]]:
+        """The hyper-parameters of each param group, and the names of the states of its parameters that have states."""
+        for number, group in enumerate(() if checkpoint.optimizer is None else checkpoint.optimizer.groups):
+            begun = {p.fqn: {*p.states} - {"fp32"} for p in checkpoint.members(number)}
+            yield group.hyper_parameters, {name: states for name, states in begun.items() if states}
+
     def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
         """All inert trees, each with the path at which the source's files hold it."""
         yield from ((node, f"module.{name}") for name, node in checkpoint.extra_states.items())

@@ -57,15 +57,12 @@ def missing_states(checkpoint: Checkpoint) -> list[str]:
     `checkpoint/ds_to_universal.py`; verified by running.
     """
     found: list[str] = []
-    groups = () if checkpoint.optimizer is None else checkpoint.optimizer.groups
-    for number, group in enumerate(groups):
-        values = group.hyper_parameters
-        begun = [p for p in checkpoint.members(number) if p.states.keys() - {"fp32"}]
+    for number, (values, begun) in enumerate(checkpoint.facts.group_states(checkpoint)):
         for known, switch, state in _REQUIRED:
             value = values.get(switch)
             if known not in values or not isinstance(value, bool | int | float) or not value:
                 continue
-            if lost := [p.fqn for p in begun if state not in p.states]:
+            if lost := [name for name, states in begun.items() if state not in states]:
                 many = counted(len(lost), "parameter has", "parameters have")
                 found.append(
                     f"param group {number} has {switch}={value}, and {many} no {state} ({listed(lost)}): the first "

@@ -87,6 +87,12 @@ class TrainerFacts(FormatFacts):
     """Models and optimizers of the same file that were not read, by their keys. A state dict has a place for them."""
     numbers: Mapping[str, int] = field(default_factory=dict[str, int])
     """The number of each parameter in a file whose optimizer does not count those of the groups one after another."""
+    model_key: str | None = None
+    """The key of the model in a script's file; empty if the model is all that the file holds."""
+    optimizer_key: str | None = None
+    """The key of the optimizer in a script's file."""
+    saved_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The names that a script's file has for tensors of the model, by name, where wrapping modules made them longer."""
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """The state that every format has, and a trainer's."""

@@ -305,6 +305,22 @@ def text_items(node: Node, *, what: str) -> dict[str, Node]:
     return found
 
 
+def script_items(node: Node, *, what: str) -> dict[str | int, Node]:
+    """The mapping of a script: texts and integers are keys as they are; of any other key, `str` makes the text.
+
+    Raises:
+        SourceError: As `mapping_items` where all keys are texts or integers, else as `text_items`.
+    """
+    pairs: list[Node] = node.pairs if isinstance(node, PDict) else node.items if isinstance(node, PObject) else []
+    keys = pairs[::2]
+    if all(type(key) in (str, int) for key in keys):
+        return mapping_items(node, what=what)
+    found: dict[str | int, Node] = {}
+    for key, (text, value) in zip(keys, text_items(node, what=what).items(), strict=True):
+        found[key if isinstance(key, str) or type(key) is int else text] = value
+    return found
+
+
 def _literal(key: Node, what: str, depth: int = 0, *, as_integers: bool = False) -> str:
     """The text that `repr` makes of a key: None, a truth value, a number, a text, or a tuple of these.
 

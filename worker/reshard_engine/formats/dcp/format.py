@@ -83,7 +83,7 @@ class Dcp(Format):
             raise RequestError("request.invalid", f"{flags}: for --to {target}", fix=f"--to {target}")
 
     def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
-        """A file of `torch.save` for a distributed target; a whole state dict for a target that is such a file.
+        """A file of `torch.save`, or a whole state dict for a target that is such a file.
 
         Whoever asks for a framework's keys, or says an order, wants the training state, not the tree as it is.
         """
@@ -95,13 +95,14 @@ class Dcp(Format):
             if _KEYS & {*options.given()}:
                 return None
             state = read_state_tree(place, ledger)
+            if state is None and not request.source.given():
+                state = _file_as_it_is(place, ledger)
             return None if state is None else replace(state, family=self.name)
-        info = place.store.stat(place.path)
-        if info is None:
-            return None
-        tree = read_torch_tree(place, info, ledger)
+        tree = _file_as_it_is(place, ledger)
         asked = other_keys(options) or request.source.given()
-        return None if asked and optimizers_of(tree) else replace(tree, family=self.name)
+        if tree is None or (asked and optimizers_of(tree)):
+            return None
+        return replace(tree, family=self.name)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint, unless the request refuses parameters without optimizer states."""
@@ -156,6 +157,12 @@ class Dcp(Format):
             flags = f"--to dcp --framework {Framework.STATE_DICT}" if file else "--to dcp"
             return [tried.possible("dcp", "any mesh; keys of --framework", flags)]
         return [tried.impossible("dcp", refusal)]
+
+
+def _file_as_it_is(place: Location, ledger: OpaqueLedger) -> Checkpoint | None:
+    """The whole value of one file of `torch.save`; None for a directory."""
+    info = place.store.stat(place.path)
+    return None if info is None else read_torch_tree(place, info, ledger)
 
 
 # A checkpoint with what a trainer's files hold. Their tensors are small (random states): bytes go into the trees.

@@ -81,6 +81,30 @@ def is_adam(values: Mapping[str | int, Node], states: Collection[str]) -> bool:
     return keys >= _OF_ADAM or _is_deepspeeds(keys)
 
 
+def joined_optimizers(groups: Sequence[ParamGroup]) -> list[str]:
+    """A warning for a file of numbered parameters, if the groups are of several optimizers, such as Muon and AdamW.
+
+    An optimizer of torch has the same hyper-parameters in each of its groups.
+
+    Source: torch 2.13.0 `optim/optimizer.py` (`add_param_group` fills in all `defaults`; `load_state_dict` refuses
+    another number of groups), `distributed/checkpoint/state_dict.py` (`get_optimizer_state_dict` joins optimizers).
+    """
+    own = [frozenset(map(str, group.hyper_parameters)) & (_OF_TORCH | _OF_MUON) for group in groups]
+    common = frozenset[str]().union(*own) and frozenset.intersection(*own)
+    kinds = {keys - common: number for number, keys in reversed([*enumerate(own)])}
+    # A script may add keys of its own to any group. Two optimizers each have keys of torch's that the other lacks.
+    several = sorted((number, keys) for keys, number in kinds.items() if keys)
+    if len(several) < 2:
+        return []
+    which = "; ".join(f"group {number} has {listed(sorted(keys))}" for number, keys in several)
+    text = (
+        f"the param groups are of several optimizers ({which}), and the file has one optimizer with all of them: a "
+        "script that makes several optimizers loads none of it. --to dcp keeps the parameters' names, from which "
+        "set_optimizer_state_dict gives each optimizer its own"
+    )
+    return [text]
+
+
 def _is_known(keys: Collection[str | int]) -> bool:
     own = {*map(str, keys)} - _ANYWHERE
     if own >= _OF_ADAM:  # `groups_to_write` completes DeepSpeed's Adam with torch's keys, and keeps its own

@@ -18,12 +18,12 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.formats.carried import named, of_the_format
 from reshard_engine.formats.dcp.facts import ODD_STATE, facts_of, nested
-from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, is_adam
+from reshard_engine.formats.dcp.optimizers import STEP, groups_to_write, is_adam, joined_optimizers
 from reshard_engine.formats.dcp.reader.reader import saved_state_in
 from reshard_engine.formats.dcp_files.metadata.model import KeyPath
 from reshard_engine.formats.dcp_files.saved_state import CarriedValues, SavedTensor, open_values
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors
-from reshard_engine.formats.numbered import optimizers_in
+from reshard_engine.formats.numbered import GROUPS, PARAMS, STATE, below, entries_of, optimizers_in
 from reshard_engine.formats.torch_archive import scalar_node, tree_template
 from reshard_engine.formats.trainer_files import trainer_facts
 from reshard_engine.pickles.nodes import (
@@ -53,6 +53,14 @@ class StateTree(FormatFacts):
     def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
         """The one tree."""
         yield self.tree, ""
+
+    def group_states(self, checkpoint: Checkpoint) -> Iterator[tuple[Mapping[str | int, Node], dict[str, set[str]]]]:
+        """The param groups of all optimizers in the tree, whose parameters are named as the optimizers name them."""
+        for optimizer in map(entries_of, optimizers_in(self.tree)):
+            states = {key: {*map(str, entries_of(held))} for key, held in entries_of(optimizer[STATE]).items()}
+            for group in (entries_of(node) for _, node in below(GROUPS, optimizer[GROUPS])):
+                keys = [key for _, key in below(PARAMS, group.get(PARAMS)) if isinstance(key, str | int)]
+                yield group, {str(key): states[key] for key in keys if states.get(key)}
 
 
 def read_state_tree(location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
@@ -149,10 +157,11 @@ class TorchSaveWriter:
         if isinstance(checkpoint.facts, StateTree):
             tree = checkpoint.facts.tree
         else:
-            names = checkpoint.script_names
-            kept = {names.get(name, name): number for name, number in trainer_facts(checkpoint).numbers.items()}
+            facts = trainer_facts(checkpoint)
+            names = facts.saved_names or checkpoint.script_names
+            kept = {names.get(name, name): number for name, number in facts.numbers.items()}
             odd = {names.get(name, name): states for name, states in odd_states(checkpoint).items()}
-            checkpoint = checkpoint.as_in_the_script()
+            checkpoint = checkpoint.renamed(names)
             kept = kept if options.target_param_order is None else _numbers(checkpoint, options.target_param_order)
             groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
             file = _TrainingFile(checkpoint, groups, options, kept, odd)
@@ -239,10 +248,14 @@ class _TrainingFile:
                 f"--target-scheduler-key: {text}, and the key is that of one",
                 fix="leave it out",
             )
-        model = ordered_dict({**model_entries(found)})
-        state: dict[str | int, Node] = {self.options.target_model_key or _MODEL[lightning]: model}
+        model, saved = ordered_dict({**model_entries(found)}), trainer_facts(found)
+        if self._is_model_alone:
+            return model
+        state: dict[str | int, Node] = {
+            self.options.target_model_key or (not lightning and saved.model_key) or _MODEL[lightning]: model
+        }
         if found.optimizer is not None:
-            key = self.options.target_optimizer_key or _OPTIMIZER[lightning]
+            key = self.options.target_optimizer_key or (not lightning and saved.optimizer_key) or _OPTIMIZER[lightning]
             optimizer = numbered_optimizer(found, self.groups, odd=self.odd, kept=self.kept)
             state[key] = PList([optimizer]) if lightning else optimizer
         state |= {"lr_schedulers": PList([*found.schedulers])} if lightning else self._schedulers()
@@ -255,8 +268,15 @@ class _TrainingFile:
         # Lightning's own entries come first, as it saves them.
         return mapping_of({**found.client_state, **state} if lightning else {**state, **found.client_state})
 
+    @property
+    def _is_model_alone(self) -> bool:
+        """True if the source is a file of a model's state dict without a key, and nothing else is to be written."""
+        found, options = self.checkpoint, self.options
+        more = found.optimizer is not None or found.schedulers or found.client_state
+        return trainer_facts(found).model_key == "" and not more and options.target_model_key is None
+
     def warnings(self) -> Iterator[str]:
-        """A word on Lightning's numbers, which its strategies take in two ways.
+        """A word on param groups of several optimizers, and on Lightning's numbers, which strategies take in two ways.
 
         Source: lightning 2.6.6 `fabric/strategies/model_parallel.py` (`_rekey_optimizer_state_if_needed`), and
         `pytorch/strategies/fsdp.py` (`load_optimizer_state_dict`): they take a number for that of `model.parameters()`.
@@ -264,6 +284,7 @@ class _TrainingFile:
         said = self.options.target_param_order is not None or self.checkpoint.format == _FULL_LIGHTNING
         if self._of_lightning and len(self.groups) > 1 and not said:
             yield _NUMBERS
+        yield from joined_optimizers(self.groups)
 
     def _schedulers(self) -> dict[str | int, Node]:
         """Each scheduler under its key in the source, or `lr_scheduler`."""

@@ -60,7 +60,7 @@ from reshard_engine.formats.weight_files import (
     safetensors_files,
     torch_weight_files,
 )
-from reshard_engine.pickles.nodes import Node, PTensor, is_mapping, kind_of, mapping_items
+from reshard_engine.pickles.nodes import Node, PTensor, is_mapping, kind_of, mapping_items, script_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rebuild import made_of_tensors
 from reshard_engine.pickles.trees import is_extra_state
@@ -156,6 +156,10 @@ class Opened:
     client_state: dict[str | int, InFile] = field(default_factory=dict[str | int, InFile])
     rng: list[InFile] = field(default_factory=list[InFile])
     """Random states by rank."""
+    model_key: str | None = None
+    """The key of the model in a script's file; empty if the model is all that the file holds."""
+    optimizer_key: str | None = None
+    """The key of the optimizer in a script's file, where it is not one of several below a key."""
     texts: dict[str, bytes] = field(default_factory=dict[str, bytes])
     steps: int | None = None
     not_carried: list[NotCarried] = field(default_factory=list[NotCarried])
@@ -256,9 +260,9 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
     name = printable(file.name)
     if not is_mapping(parsed.root):
         raise SourceError("source.unknown_kind", f"{name} holds {kind_of(parsed.root)}, no mapping", fix=_DIRECTORY)
-    root = mapping_items(parsed.root, what=name)
+    root = script_items(parsed.root, what=name)
     if is_model(parsed.root):
-        found = Opened("full-torch", {}, [parsed.file])
+        found = Opened("full-torch", {}, [parsed.file], model_key="")
         _add_model(found, parsed.root, parsed, name)
         _refuse_keys(choices, {"model_key", "optimizer_key", "scheduler_key"}, f"{name} is a state dict alone")
         return found
@@ -272,6 +276,7 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
     lightning = _LIGHTNING in root
     found = Opened("full-lightning" if lightning else "full-torch", {}, [parsed.file], by_model=lightning)
     chosen = _several(sections, choices.model_key, name).chosen(choices)
+    found.model_key, found.optimizer_key = (key if key in root else None for key in (chosen.model, chosen.optimizer))
     _add_model(found, sections.models[chosen.model], parsed, f"{name}: {printable(chosen.model)}")
     found.undecided += chosen.undecided
     found.optimizers = len(sections.optimizers)

@@ -247,7 +247,15 @@ class _Assembly:
             module_names=tuple(plain.values()) if opened.ordered else (),
             extra_states=extra_states,
             not_carried=(*named(opened.others, UNKNOWN), *opened.not_carried),
-            facts=TrainerFacts(rank_states=rng, texts=opened.texts, other_models=others, numbers=numbers),
+            facts=TrainerFacts(
+                rank_states=rng,
+                texts=opened.texts,
+                other_models=others,
+                numbers=numbers,
+                model_key=opened.model_key,
+                optimizer_key=opened.optimizer_key,
+                saved_names=longer if opened.model_key is not None else {},
+            ),
             undecided=(
                 *opened.undecided,
                 *(() if optimizer is None else optimizer.undecided),
