@@ -210,6 +210,9 @@ def test_next_steps_by_target() -> None:
     assert "from_pretrained('/w')" in next_steps("safetensors", "/w", ["config.json", "model.safetensors"])[0]
     assert "load_model(model, '/w/model.safetensors')" in next_steps("safetensors", "/w", ["model.safetensors"])[0]
     assert "load_checkpoint_in_model" in next_steps("torch", "/w", ["a.bin", "b.bin"])[0]
+    once = iter(["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"])  # a generator, as the commands pass one
+    assert next_steps("dcp", "/w", once) == ["in the script: accelerator.load_state('/w')"]
+    assert "load_state_dict" in next_steps("torch", "/w", iter(["pytorch_model.bin"]))[0]
     assert next_steps("universal", "s3://b/r/step4", [])[0].startswith("copy s3://b/r/step4")
     assert next_steps("slim", "/x", ["a"]) == next_steps("raw_rows", "/x", ["a"]) == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -321,8 +321,9 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
 
     The list is empty for formats of other packages.
     """
+    names = sorted(files)
     if target.startswith("hf://"):
-        return [_from_hub(to, target, files)]
+        return [_from_hub(to, target, names)]
     away = remote(target)
     directory, tag = os.path.split(target.rstrip("/") if away else os.path.normpath(target))
     whole = "'DIR'" if away else repr(printable(target))
@@ -330,13 +331,13 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
     calls = {
         TargetFormat.UNIVERSAL: [_UNIVERSAL, f"in the script: engine.load_checkpoint({save}, tag={name})"],
         TargetFormat.ZERO: [f"in the script: engine.load_checkpoint({save}, tag={name})"],
-        TargetFormat.SAFETENSORS: [f"in the script: {_weights_call(whole, sorted(files), remote=away)}"],
-        TargetFormat.TORCH: [f"in the script: {_weights_call(whole, sorted(files), remote=away)}"],
+        TargetFormat.SAFETENSORS: [f"in the script: {_weights_call(whole, names, remote=away)}"],
+        TargetFormat.TORCH: [f"in the script: {_weights_call(whole, names, remote=away)}"],
         TargetFormat.PEFT: [f"in the script: PeftModel.from_pretrained(base_model, {whole})"],
     }
     found = calls[TargetFormat(to)] if to in calls else []
     if to == DISTRIBUTED:
-        found = [f"in the script: {_distributed_call(whole, set(files))}"]
+        found = [f"in the script: {_distributed_call(whole, names)}"]
     return [f"copy {printable(target)} to a directory DIR of each node", *found] if away and found else found
 
 
@@ -353,7 +354,7 @@ def _from_hub(to: str, target: str, files: Iterable[str]) -> str:
     return f"hf download {shlex.quote(printable(name))}{revision} --local-dir DIR (it has no config.json)"
 
 
-def _distributed_call(whole: str, files: set[str]) -> str:
+def _distributed_call(whole: str, files: Collection[str]) -> str:
     """The call of the framework whose files these are."""
     if "meta.pt" in files:
         return f"trainer.fit(model, ckpt_path={whole})"
