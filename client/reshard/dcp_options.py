@@ -52,7 +52,7 @@ class DcpOptions(FormatOptions):
     ] = Field(
         default=None,
         validation_alias=AliasChoices("framework", "grammar"),
-        description="Keys and files as this framework loads them; default: the source's, or accelerate.",
+        description="Keys and files as this framework loads them; default: the source's, or state-dict.",
     )
     files: Annotated[int | None, Option(label="Number of files")] = Field(
         default=None, ge=1, le=1 << 16, description="Number of .distcp files; default: one for each 4 GB."

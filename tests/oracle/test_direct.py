@@ -114,8 +114,8 @@ def test_zero_is_read_by_torch_on_a_mesh(
     source = saved(zero_run(stage, run, 4), "zero")
     before = _files(source.path())
     jobs = [
-        Job(run.on(mesh), kind, source.path(), tmp_path / framework, direct={"framework": framework})
-        for framework, kind in (("state-dict", "nested"), ("torchtitan", "flat"))
+        Job(run.on(mesh), kind, source.path(), tmp_path / kind, direct=options)
+        for options, kind in (({}, "nested"), ({"framework": "torchtitan"}, "flat"))
     ]
     for resumed in fsdp.resume_all(jobs):
         assert_goes_on(source, resumed)

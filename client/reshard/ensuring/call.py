@@ -123,7 +123,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         dtype: Element type of the model; by default the source's.
         to: `zero` for a DeepSpeed run, `dcp` for one of FSDP; by default the source's own kind.
         framework: Framework that will load a distributed checkpoint: `state-dict`, `torchtitan`, `accelerate`,
-            `trainer` or `lightning`; by default the source's.
+            `trainer` or `lightning`; by default the source's, or `state-dict`.
         tag: Tag of a save directory, a text or a number, as for `save_checkpoint`; by default the one that `latest`
             names.
         **given: Choices where the source's files leave several ways to read it.
@@ -621,7 +621,7 @@ class _Local:
         layout = self._completed(wanted.layout(found[-1]))
         # Calls with other arguments may mean this result, too: `--dp 4`, or a world of four processes.
         wishes = [wanted.dtype or "", wanted.rules or "", wanted.family or "", wanted.opaque]
-        wishes += [] if wanted.megatron_args is None else [wanted.megatron_args]
+        wishes += [w for w in (wanted.megatron_args, wanted.default_framework) if w is not None]
         key = _key(layout.model_dump_json(by_alias=True), *wishes, *self._facts)
         name = name_of(self._source.tag, layout, wanted.dtype, key)
         target = self._out or os.path.join(self._records.folder, name)
@@ -651,11 +651,13 @@ class _Local:
         return self._returned(place)
 
     def _completed(self, layout: Layout) -> Layout:
-        """The layout, for a framework that the files beside the source tell of, if the caller names none."""
+        """The layout, for the framework whose files lie beside the source, if the caller names none."""
         whole = self._source.distributed and not self._source.full
         if not isinstance(layout, DistributedLayout) or layout.framework is not None or whole:
             return layout
-        return DistributedLayout(framework="trainer" if self._source.is_trainers else "accelerate")
+        if self._source.is_trainers:
+            return DistributedLayout(framework="trainer")
+        return DistributedLayout(framework="accelerate") if self._source.has_trainer_files else layout
 
     def _convert(self, target: str, layout: Layout, key: str, size_bytes: int) -> None:
         """Fill a save directory: first the files beside the tags, then the tags, and `latest` last."""

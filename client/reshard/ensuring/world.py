@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import AliasChoices, Field, ValidationError
 
 from reshard.choices import OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
+from reshard.dcp_options import Framework
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import Inspection
 from reshard.options import DEFAULT_MEMORY_LIMIT_BYTES, FormatOptions, NativeLayout
@@ -237,11 +238,22 @@ class Wanted:
         """A text that is the same for equal arguments. It says them by the names that earlier results have."""
         said = asdict(self)
         loader = said.pop("loader")
+        if (default := self.default_framework) is not None:
+            said["default_framework"] = default
         if self.megatron_args is None:
             del said["megatron_args"]
         del loader["source_is_megatron"], loader["source_is_away"]  # of the source, whose files are in the key, too
         said["framework"] = {("grammar" if name == "framework" else name): value for name, value in loader.items()}
         return repr(sorted((name, value) for name, value in said.items() if name != "memory_limit_bytes"))
+
+    @property
+    def default_framework(self) -> str | None:
+        """The framework of a distributed result where neither the caller nor the source names one; None for others.
+
+        Keys contain it, so that results of version 0.1.0, whose default was Accelerate, are not reused.
+        """
+        loader = self.loader
+        return Framework.STATE_DICT.value if loader.kind == DISTRIBUTED and loader.framework is None else None
 
     def _of_ranks(self, own: TargetFormat) -> RanksLayout:
         said = [f"--{axis}" for axis in ("tp", "pp", "ep") if (getattr(self, axis) or 1) > 1]

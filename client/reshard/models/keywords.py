@@ -202,7 +202,7 @@ class OptionKeywords(TypedDict, total=False):
     server_copy: ServerCopyPolicy | str
     """`never`: no server-side copies; read and send every byte. One of `auto`, `never`."""
     framework: Framework | str | None
-    """Keys and files as this framework loads them; default: the source's, or accelerate. One of `state-dict`,
+    """Keys and files as this framework loads them; default: the source's, or state-dict. One of `state-dict`,
     `torchtitan`, `accelerate`, `trainer`, `lightning`, `torchtune`."""
     files: int | None
     """Number of .distcp files; default: one for each 4 GB."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from reshard.dcp_options import Framework
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import NotCarried
 from reshard.options import SourceChoices
@@ -93,6 +94,8 @@ class TrainerFacts(FormatFacts):
     """The key of the optimizer in a script's file."""
     saved_names: Mapping[str, str] = field(default_factory=dict[str, str])
     """The names that a script's file has for tensors of the model, by name, where wrapping modules made them longer."""
+    saved_by: Framework | None = None
+    """The framework that saved the files, whose keys a distributed target gets by default; None if they name none."""
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """The state that every format has, and a trainer's."""
@@ -140,6 +143,20 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
         found.texts[TRAINER_STATE] = read_bytes(location.store, info)
         found.steps = _steps_of_trainer(found.texts[TRAINER_STATE])
     return found
+
+
+def framework_of(names: Collection[str]) -> Framework | None:
+    """The framework whose files these are, by their names; None if no name is a trainer's.
+
+    Source: as above. Accelerate saves `scheduler.bin` and `random_states_0.pkl`, the Trainer `scheduler.pt` and
+    `rng_state.pth`.
+    """
+    if META in names:
+        return Framework.LIGHTNING
+    theirs = [n for n in names if is_companion(n)]
+    if TRAINER_STATE in theirs or any(n == "scheduler.pt" or n.startswith("rng_state") for n in theirs):
+        return Framework.TRAINER
+    return Framework.ACCELERATE if theirs else None
 
 
 def full_pair(names: Iterable[str]) -> bool:

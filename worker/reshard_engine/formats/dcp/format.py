@@ -31,6 +31,7 @@ from reshard_engine.formats.trainer_files import (
     META,
     NUMBERED_OPTIMIZER,
     OPTIMIZERS,
+    framework_of,
     read_companions,
     trainer_facts,
 )
@@ -188,7 +189,11 @@ def with_trainer_files(checkpoint: Checkpoint, location: Location, ledger: Opaqu
     )
     held = trainer_facts(checkpoint)
     facts = facts_of(checkpoint) or DcpFacts(
-        None, texts=held.texts, rank_states=held.rank_states, other_models=held.other_models
+        None,
+        texts=held.texts,
+        rank_states=held.rank_states,
+        other_models=held.other_models,
+        saved_by=held.saved_by or framework_of(listing.by_name),
     )
     counters = checkpoint.counters if found.steps is None else replace(checkpoint.counters, steps=found.steps)
     if schedulers:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import ClassVar, TypeVar
 
 from reshard.choices import RankFramework, TargetFormat
+from reshard.dcp_options import Framework
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
 from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
@@ -243,9 +244,13 @@ class _Assembly:
 
     _open: tuple[Undecided, ...] = ()
     """Which model and which optimizer are read, as far as the user has to say it."""
+    _saved_by: Framework | None = None
+    """The framework that saved the files, if it saves distributed checkpoints, too."""
 
     def __init__(self, files: RankSet, options: ReadOptions) -> None:
         self._set, self._options = files, options
+        if files.framework is RankFramework.ACCELERATE:
+            self._saved_by = Framework.ACCELERATE
         self._label, self._world = files.label, files.world
         self._files: list[SourceFile] = []
         # Sharded tensors become numbers, so that nothing names their classes. What is carried is parsed without them.
@@ -311,7 +316,12 @@ class _Assembly:
             run_names=compiled_names(longer),
             module_names=tuple(plain.values()),
             not_carried=(*state.not_carried, *named(model.others, UNKNOWN), *self._beside()),
-            facts=RankFacts(rank_states=state.rng, saved=self._saved(), other_models=state.other_models),
+            facts=RankFacts(
+                rank_states=state.rng,
+                saved=self._saved(),
+                other_models=state.other_models,
+                saved_by=self._saved_by,
+            ),
             undecided=(
                 *self._open,
                 *(() if optimizer is None else optimizer.undecided),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from reshard.dcp_options import Framework
 from reshard.errors import listed, printable
 from reshard_engine.checkpoint import (
     Agreement,
@@ -62,6 +63,13 @@ from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
+_SAVED_BY = {
+    "fsdp-full-accelerate": Framework.ACCELERATE,
+    "fsdp-full-trainer": Framework.TRAINER,
+    "full-trainer": Framework.TRAINER,
+    "full-lightning": Framework.LIGHTNING,
+}
+"""The frameworks that save distributed checkpoints, too, by the formats of their full files."""
 _FOLLOWED = ("param_order", "buffers", "scheduler_key", "model_key", "optimizer_key")
 
 
@@ -255,6 +263,7 @@ class _Assembly:
                 model_key=opened.model_key,
                 optimizer_key=opened.optimizer_key,
                 saved_names=longer if opened.model_key is not None else {},
+                saved_by=_SAVED_BY.get(opened.label),
             ),
             undecided=(
                 *opened.undecided,

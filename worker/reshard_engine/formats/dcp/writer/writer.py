@@ -238,7 +238,8 @@ class _Target:
     @classmethod
     def of(cls, checkpoint: Checkpoint, request: ConvertRequest) -> _Target:
         options, facts = request.options.of(DcpOptions), facts_of(checkpoint)
-        framework = options.framework or (facts.framework if facts is not None else None) or Framework.ACCELERATE
+        own = (None if facts is None else facts.framework) or trainer_facts(checkpoint).saved_by
+        framework = options.framework or own or Framework.STATE_DICT
         places, home = _places_of(checkpoint, framework), None
         if facts is not None and facts.framework is framework and options.target_model_key is None:
             home = facts.home
