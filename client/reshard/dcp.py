@@ -39,9 +39,11 @@ def Reader(  # noqa: N802 - it stands where torch's class `FileSystemReader` doe
 
         dcp.load(state_dict, storage_reader=reshard.dcp.Reader("run1/global_step100"))
 
-    The state dict has the keys of `reshard convert --to dcp` with the same options. Each rank reads from the source
-    the elements that its placements need, also parts of records; torch's own reader reads whole records. A problem on
-    one rank ends the call on all: torch raises a `CheckpointException` that holds the `reshard.ReshardError`s.
+    The state dict has the keys of `reshard convert --to dcp` with the same options. Accelerate and the Trainer keep two
+    checkpoints, for the model and the optimizer: a source of theirs has the keys of `framework="state-dict"`. Each rank
+    reads from the source the elements that its placements need, also parts of records; torch's own reader reads whole
+    records. A problem on one rank ends the call on all: torch raises a `CheckpointException` that holds the
+    `reshard.ReshardError`s.
 
     Args:
         source: A checkpoint, as for `reshard.inspect`.
@@ -54,7 +56,8 @@ def Reader(  # noqa: N802 - it stands where torch's class `FileSystemReader` doe
         `reshard.open_layout` returns one.
 
     Raises:
-        RequestError: The arguments do not go together; `request.engine_missing`.
+        RequestError: The arguments do not go together; `request.engine_missing`. In `dcp.load`: `request.unsatisfiable`
+            for `framework="accelerate"` and `"trainer"`, which have two checkpoints.
     """
     named = {"source": source, "target": "-", "to": "dcp", "options": options}
     request = layout_request(given, "see help(reshard.dcp.Reader)", named)

@@ -16,9 +16,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import reshard.dcp
+from house.expected import raised
 from house.promises import command
 from house.saves import DATA, make_save
 from laws.rank_files import World, save_accelerate, save_verl, small_model
+from reshard.errors import RequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 """The scripts of these tests load in one process."""
@@ -116,6 +118,18 @@ def test_the_printed_line_loads_weights_of_torch(tmp_path: Path) -> None:
     model, weights = Model(), run_of("zero2_tiny")[0]
     exec(line, {"torch": torch, "model": model})
     assert all(torch.equal(model.loaded[n], t) for n, t in {**weights["fp32"], **weights["frozen"]}.items())
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "trainer"])
+def test_the_reader_reads_what_accelerate_keeps_in_two_directories(framework: str, tmp_path: Path) -> None:
+    source, name = tmp_path / "source", "zero2_tiny"
+    reshard.convert(DATA / name, source, to="dcp", framework=framework, progress=False)
+    state_dict = empty(name)
+    dcp.load(state_dict, storage_reader=reshard.dcp.Reader(source))
+    assert_the_runs(state_dict, name)
+    error = raised(RequestError, reshard.dcp.Reader(source, framework=framework).read_metadata)
+    assert (error.code, framework in error.message) == ("request.unsatisfiable", True)
+    assert "framework='state-dict'" in (error.fix or "")
 
 
 def files_by_default(source: Path, **options: Any) -> set[str]:

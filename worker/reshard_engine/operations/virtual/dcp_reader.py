@@ -32,6 +32,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from reshard.dcp_options import DcpOptions, Framework
+from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.execute.gather import ReadItem as Elements, TensorReader
 from reshard_engine.formats.dcp_files.metadata.model import METADATA_FILE
@@ -293,4 +295,31 @@ def _batches(targets: Sequence[_Target]) -> list[_Batch]:
 
 def reader(request: ConvertRequest, *, compare: bool) -> Reader:
     """A storage reader over the distributed checkpoint that the request asks for."""
-    return Reader(lambda: VirtualCheckpoint.prepare(request, compare=False), compare=compare)
+    return Reader(lambda: _in_one_directory(request), compare=compare)
+
+
+def _in_one_directory(request: ConvertRequest) -> VirtualCheckpoint:
+    """The distributed checkpoint, with the `.metadata` that `dcp.load` reads.
+
+    Accelerate and the Trainer save the model and the optimizer as two checkpoints in directories. A source of theirs is
+    read under the keys of a plain state dict, unless the request names the framework.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for a framework with two directories.
+    """
+    layout = VirtualCheckpoint.prepare(request, compare=False)
+    if METADATA_FILE in layout.sizes:
+        return layout
+    layout.close()
+    options = request.options.of(DcpOptions)
+    if options.framework is not None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"framework={options.framework.value!r}: the model and the optimizer are checkpoints in two directories, "
+            "and dcp.load reads one",
+            fix=f"leave it out, or take framework={Framework.STATE_DICT.value!r}; for accelerator.load_state or the "
+            "Trainer: reshard.direct",
+        )
+    own = options.model_copy(update={"framework": Framework.STATE_DICT})
+    changed = request.options.model_copy(update={"dcp": own})
+    return VirtualCheckpoint.prepare(request.model_copy(update={"options": changed}), compare=False)
