@@ -35,12 +35,13 @@ from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Par
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.operations.layout_map import MAX_COPIES, MAX_REGIONS, MAX_STRETCHES, PlannedStore, picture_of
+from reshard_engine.operations.layout_map import MAX_COPIES, MAX_REGIONS, MAX_STRETCHES, picture_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import ObjectInfo, read_bytes
 from reshard_engine.tensors.cuts import Cut, joined, local_grid, parts
 from reshard_engine.tensors.dtypes import BY_NAME
+from reshard_engine.tensors.layout import PlannedStore
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 from reshard_engine.testing.stores import MemoryStore
 

@@ -219,6 +219,19 @@ class Format:
             RequestError: `request.invalid`.
         """
 
+    def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
+        """Read the names in a planned target of this format, and refuse a target that its loaders would not take.
+
+        Args:
+            place: A store with the target's files, whose tensors are zeros.
+            checkpoint: The source, as the request wants it.
+            request: The request.
+
+        Raises:
+            JobError: `internal.error`: the writer made something else than was asked for.
+            RequestError: `request.unsatisfiable` for files of the user that do not go together with the tensors.
+        """
+
     def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
         """The source, read in the way that this format's writers need; None if they take the checkpoint of any reader.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from reshard.choices import NO_BUFFERS, EmptyWeights
-from reshard.errors import RequestError, SourceError, counted, listed, printable
+from reshard.errors import JobError, RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint, Question, Undecided
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32, SHORT_NAMES, Dtype
@@ -132,6 +132,8 @@ def name_without_adapter(fqn: str, adapter: str) -> str:
 # Names of a model's state dict without those of modules that only wrap others, as FSDP and torch.compile make them.
 
 _COMPILED = "_orig_mod"
+_AROUND = "module."
+"""What DistributedDataParallel and DataParallel put in front of every name."""
 _WRAPPERS = frozenset({_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Modules that only wrap others: of torch.compile, FSDP and activation checkpointing."""
 
@@ -378,6 +380,8 @@ def which_are_buffers(names: Sequence[str], likely: Sequence[str] = ()) -> Undec
 
 _FEW = 10
 """Fewer than one of so many parameters are no placeholders: in a run's own model a few may be empty."""
+_PLACEHOLDER = (0,)
+"""The shape of what ZeRO-3 leaves in the place of a parameter."""
 
 
 def with_placeholders_named(checkpoint: Checkpoint) -> Checkpoint:
@@ -400,7 +404,7 @@ def refuse_placeholders(checkpoint: Checkpoint, policy: EmptyWeights, training_s
         SourceError: `checkpoint.incomplete`, with the names.
     """
     names = _placeholders(checkpoint)
-    if policy is EmptyWeights.KEEP or len(names) < 2 or len(names) * _FEW < len(checkpoint.parameters):
+    if policy is EmptyWeights.KEEP or not _are_placeholders(len(names), len(checkpoint.parameters)):
         return
     if place := training_state():
         values = f"convert the run's training state: reshard inspect {shlex.quote(printable(place, max_chars=1_024))}"
@@ -418,7 +422,11 @@ def _placeholders(checkpoint: Checkpoint) -> list[str]:
     """The parameters of shape [0], if the shape is that of a tensor of weights alone."""
     if checkpoint.optimizer is not None or checkpoint.facts.lists_shapes:
         return []
-    return [p.fqn for p in checkpoint.parameters if p.shape == (0,)]
+    return [p.fqn for p in checkpoint.parameters if p.shape == _PLACEHOLDER]
+
+
+def _are_placeholders(empty: int, count: int) -> bool:
+    return empty >= 2 and empty * _FEW >= count
 
 
 def _placeholder_text(checkpoint: Checkpoint, names: list[str]) -> str:
@@ -426,3 +434,51 @@ def _placeholder_text(checkpoint: Checkpoint, names: list[str]) -> str:
         f"{len(names)} of {len(checkpoint.parameters)} parameters have the shape [0] and no elements, as a model under "
         f"ZeRO-3 that was saved without gathering its parameters: {listed(names)}"
     )
+
+
+# The names and shapes that a target's files have, read again from their planned bytes before a tensor is moved.
+
+
+def check_written(shapes: Mapping[str, Sequence[int]], checkpoint: Checkpoint, request: ConvertRequest) -> None:
+    """Compare the names and shapes in files of weights with the model that their loaders have.
+
+    Args:
+        shapes: The shapes of the tensors by the names in the files.
+        checkpoint: The source, as the request wants it.
+        request: The request.
+
+    Raises:
+        JobError: `internal.error` for names of wrapping modules, and for tensors without elements that the source has
+            with elements or that ZeRO-3 left in the place of weights.
+    """
+    refuse_wrapped(shapes, checkpoint)
+    own = checkpoint.shapes()
+    empty = [name for name, shape in shapes.items() if 0 in shape]
+    if lost := [name for name in empty if 0 not in own.get(name, (0,))]:
+        raise unloadable(f"{listed(lost)} would have no elements, and the source has them with elements")
+    if checkpoint.optimizer is not None or checkpoint.facts.lists_shapes or request.empty_weights is EmptyWeights.KEEP:
+        return
+    placeholders = [name for name in empty if tuple(shapes[name]) == _PLACEHOLDER]
+    if _are_placeholders(len(placeholders), len(shapes)):
+        raise unloadable(f"{len(placeholders)} of {len(shapes)} weights would have no elements: {listed(placeholders)}")
+
+
+def refuse_wrapped(names: Collection[str], checkpoint: Checkpoint) -> None:
+    """Refuse names of wrapping modules in files that a model without wrappers loads.
+
+    Raises:
+        JobError: `internal.error`.
+    """
+    plain = [plain_name(name) for name in names]
+    # Where two names would be equal without wrappers, both stay as they are.
+    unique = len({*plain}) == len(plain)
+    wrapped = [name for name, short in zip(names, plain, strict=True) if unique and short != name]
+    own = {*checkpoint.shapes(), *checkpoint.shared}
+    wrapped += [n for n in names if n.startswith(_AROUND) and n not in own and n.removeprefix(_AROUND) in own]
+    if wrapped:
+        raise unloadable(f"names of wrapping modules would stay in the target: {listed(wrapped)}")
+
+
+def unloadable(text: str) -> JobError:
+    """The error for a planned target that no loader of its kind takes as it is: nothing was written."""
+    return JobError("internal.error", f"{text}; nothing was written")

@@ -24,7 +24,7 @@ from reshard_engine.formats.torch_files import TorchFiles
 from reshard_engine.formats.weights.format import Weights
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.storage.locations import Location
-from reshard_engine.tensors.layout import KnownFiles
+from reshard_engine.tensors.layout import KnownFiles, PlannedStore, TargetLayout
 
 _BUILT_IN: tuple[Format, ...] = (
     DeepSpeed(),
@@ -82,6 +82,20 @@ def writer_of(target: str) -> Writer:
         LookupError: No format writes it.
     """
     return format_writing(target).writer(target)
+
+
+def laid_out(checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
+    """The files of a target, whose names have been read again as the target's loaders read them.
+
+    Raises:
+        SourceError, RequestError: As the writer of the target.
+        JobError: `internal.error` for names that no loader of the target takes.
+        LookupError: No format writes the target.
+    """
+    known = format_writing(request.to)
+    layout = known.writer(request.to).lay_out(checkpoint, request, name=name)
+    known.check_names(Location(PlannedStore("/", layout), "/", request.target), checkpoint, request)
+    return layout
 
 
 def format_of(checkpoint: Checkpoint) -> Format:

@@ -76,6 +76,10 @@ RANK_STATES = "random_states"
 """The name of the ranks' random states among the run's state."""
 
 
+SCRIPTS_FILE = "full-torch"
+"""The format of a checkpoint in one file of `torch.save` whose keys are a script's own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFacts(FormatFacts):
     """The part of a trainer's files that no field of a checkpoint holds, alike beside shards and beside full files."""

@@ -42,7 +42,7 @@ from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.server_copy import ServerCopier
 from reshard_engine.execute.sinks import sink_at
 from reshard_engine.execute.sinks.protocol import Sink
-from reshard_engine.formats.registry import check_request, known_files, writer_of
+from reshard_engine.formats.registry import check_request, known_files, laid_out
 from reshard_engine.formats.sources import pointed_tag
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.operations.requested import requested_checkpoint
@@ -412,7 +412,7 @@ class Conversion:
         except SourceError as error:
             raise _explained(error, request, source) from None
         _refuse_overlap(target, sink, checkpoint, wanted=request.to)
-        layout = writer_of(request.to).lay_out(checkpoint, request, name=save_directory(target.path, checkpoint.tag)[1])
+        layout = laid_out(checkpoint, request, name=save_directory(target.path, checkpoint.tag)[1])
         if layout.pointer is not None and request.pointer is not False:
             why = "the target ends with the source's tag, so `latest` stands in its save directory"
             refuse_writing_outside(layout.pointer.directory(target.url), why)

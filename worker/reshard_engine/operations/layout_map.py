@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from reshard.choices import OpaquePolicy
-from reshard.errors import RequestError, ReshardError, StorageError, printable
+from reshard.errors import RequestError, ReshardError, printable
 from reshard.models.jobs import ConvertRequest
 from reshard.models.reports import FileShare, LayoutPair, LayoutPicture, Region, TensorPicture
 from reshard_engine.checkpoint import Checkpoint, Parameter
@@ -19,8 +19,7 @@ from reshard_engine.formats.registry import format_of
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import Listing, ObjectInfo, join
-from reshard_engine.tensors.layout import TargetFile, TargetLayout
+from reshard_engine.tensors.layout import PlannedStore, TargetLayout
 from reshard_engine.tensors.shard_map import ShardMap
 from reshard_engine.tensors.views import Box, Mean, View
 
@@ -401,57 +400,3 @@ def _most_divided(checkpoint: Checkpoint) -> str | None:
         if state is not None:
             found.append((said(held[state]), f"{parameter.fqn}/{state}"))
     return max(found, key=lambda pair: pair[0])[1] if found else None
-
-
-class PlannedStore:
-    """A store whose only files are those of a layout. Tensors and checksums that no one knows yet are zeros.
-
-    Args:
-        path: The path of the target's directory.
-        layout: The files of the target.
-    """
-
-    scheme = "planned"
-
-    def __init__(self, path: str, layout: TargetLayout) -> None:
-        self._path = path
-        self._files: dict[str, TargetFile] = {join(path, f.path): f for f in layout.files}
-
-    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
-        """The immediate children of a directory of the target."""
-        below = [(i, i.path[len(path.rstrip("/")) + 1 :]) for i in self.list_tree(path)]
-        files = tuple(info for info, name in below if "/" not in name)
-        directories = sorted({name.partition("/")[0] for _, name in below if "/" in name})
-        return Listing(files[:most], tuple(directories[:most]))
-
-    def list_tree(self, path: str) -> list[ObjectInfo]:
-        """Every file below a directory, sorted by path."""
-        head = path.rstrip("/") + "/"
-        found: Sequence[str] = sorted(p for p in self._files if p.startswith(head))
-        return [ObjectInfo(p, self._files[p].size_bytes, "planned") for p in found]
-
-    def stat(self, path: str) -> ObjectInfo | None:
-        """The file at exactly this path, or None."""
-        file = self._files.get(path)
-        return None if file is None else ObjectInfo(path, file.size_bytes, "planned")
-
-    def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what the layout says of these bytes.
-
-        Raises:
-            StorageError: `storage.protocol` for bytes outside of the file.
-        """
-        file = self._files.get(info.path)
-        end = offset + len(buffer)
-        if file is None or offset < 0 or end > file.size_bytes:
-            raise outside(info.path, offset, len(buffer))
-        buffer[:] = bytes(len(buffer))
-        for at, data in file.template.literals_in(offset, end):
-            first, last = max(at, offset), min(at + len(data), end)
-            if first < last:
-                buffer[first - offset : last - offset] = data[first - at : last - at]
-
-
-def outside(path: str, offset: int, length: int) -> StorageError:
-    """The error for bytes that a file of a layout does not have."""
-    return StorageError("storage.protocol", f"{printable(path)}: {offset}:{offset + length} is outside of the layout")

@@ -34,13 +34,13 @@ from reshard_engine.execute.sinks.protocol import CopyRead, Made, write_streamed
 from reshard_engine.formats.registry import known_files
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.operations.conversion import overflow_warnings, refuse_other_plan, units_at_once
-from reshard_engine.operations.layout_map import PlannedStore
 from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 from reshard_engine.plan.budget import peak_bytes
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.storage.hub import HubPath, HubStore, KnownFile, is_commit, pin_of
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectInfo, read_bytes
+from reshard_engine.tensors.layout import PlannedStore
 
 _SAMPLE_BYTES = 512
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")

@@ -257,7 +257,8 @@ class OpaqueLedger:
         """
         if name.dotted in self.known:
             return
-        safe = printable(name.dotted)
+        # Metadata names a class once for each of millions of objects: what is known is not made printable again.
+        safe = name.dotted if name.dotted in self.foreign else printable(name.dotted)
         self.foreign.setdefault(safe, code)
         if self.policy is OpaquePolicy.REFUSE:
             raise self.refusal(safe)

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, StorageError, printable
 from reshard.models.jobs import NotCarried
+from reshard_engine.storage.protocol import Listing, ObjectInfo, join
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.shard_map import LogicalTensor, ShardMap
 from reshard_engine.tensors.views import Quantized, View
@@ -298,3 +299,57 @@ def require_distinct(names: Iterable[str]) -> None:
 def literal_template(data: bytes) -> FileTemplate:
     """The template of a file whose bytes are all known."""
     return FileTemplate(len(data), ((0, data),), ())
+
+
+class PlannedStore:
+    """A store whose only files are those of a layout. Tensors and checksums that no one knows yet are zeros.
+
+    Args:
+        path: The path of the target's directory.
+        layout: The files of the target.
+    """
+
+    scheme = "planned"
+
+    def __init__(self, path: str, layout: TargetLayout) -> None:
+        self._path = path
+        self._files: dict[str, TargetFile] = {join(path, f.path): f for f in layout.files}
+
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
+        """The immediate children of a directory of the target."""
+        below = [(i, i.path[len(path.rstrip("/")) + 1 :]) for i in self.list_tree(path)]
+        files = tuple(info for info, name in below if "/" not in name)
+        directories = sorted({name.partition("/")[0] for _, name in below if "/" in name})
+        return Listing(files[:most], tuple(directories[:most]))
+
+    def list_tree(self, path: str) -> list[ObjectInfo]:
+        """Every file below a directory, sorted by path."""
+        head = path.rstrip("/") + "/"
+        found: Sequence[str] = sorted(p for p in self._files if p.startswith(head))
+        return [ObjectInfo(p, self._files[p].size_bytes, "planned") for p in found]
+
+    def stat(self, path: str) -> ObjectInfo | None:
+        """The file at exactly this path, or None."""
+        file = self._files.get(path)
+        return None if file is None else ObjectInfo(path, file.size_bytes, "planned")
+
+    def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with what the layout says of these bytes.
+
+        Raises:
+            StorageError: `storage.protocol` for bytes outside of the file.
+        """
+        file = self._files.get(info.path)
+        end = offset + len(buffer)
+        if file is None or offset < 0 or end > file.size_bytes:
+            raise outside(info.path, offset, len(buffer))
+        buffer[:] = bytes(len(buffer))
+        for at, data in file.template.literals_in(offset, end):
+            first, last = max(at, offset), min(at + len(data), end)
+            if first < last:
+                buffer[first - offset : last - offset] = data[first - at : last - at]
+
+
+def outside(path: str, offset: int, length: int) -> StorageError:
+    """The error for bytes that a file of a layout does not have."""
+    return StorageError("storage.protocol", f"{printable(path)}: {offset}:{offset + length} is outside of the layout")

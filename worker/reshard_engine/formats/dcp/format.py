@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from reshard.choices import ParamOrder
+from reshard.choices import OpaquePolicy, ParamOrder
 from reshard.dcp_options import DcpOptions, Framework, MissingMoments
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint, Question
-from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.formats.dcp.facts import SHARD_FILE, DcpFacts, facts_of
 from reshard_engine.formats.dcp.reader.huggingface_shards import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
 from reshard_engine.formats.dcp.state_tree import (
     OF_ONE_FILE,
     TARGET_KEYS,
+    StateTree,
     optimizers_of,
     other_keys,
     read_state_tree,
     read_torch_tree,
 )
-from reshard_engine.formats.dcp.writer.writer import DcpWriter, WholeFilesWriter, writes_named_files
+from reshard_engine.formats.dcp.writer.writer import MODEL_FOLDER, DcpWriter, WholeFilesWriter, writes_named_files
 from reshard_engine.formats.dcp_files.metadata.model import DATA_FILE, METADATA_FILE, SUFFIX
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
+from reshard_engine.formats.model_weights import refuse_wrapped, unloadable
+from reshard_engine.formats.numbered import entries_of
 from reshard_engine.formats.trainer_files import (
     FULL_MODEL,
     META,
     NUMBERED_OPTIMIZER,
     OPTIMIZERS,
+    SCRIPTS_FILE,
     framework_of,
     read_companions,
     trainer_facts,
@@ -39,6 +45,7 @@ from reshard_engine.pickles.nodes import Node, PLiteral, PTensor, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import rewrite
 from reshard_engine.storage.locations import Location, open_location
+from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.layout import KnownFiles
 from reshard_engine.tensors.shard_map import is_packed
@@ -105,6 +112,28 @@ class Dcp(Format):
             return None
         return replace(tree, family=self.name)
 
+    def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
+        """Refuse files that the framework does not open, names of wrapping modules, and other keys than a script's."""
+        if isinstance(checkpoint.facts, StateTree):
+            return  # every key is as it was
+        options = request.options.of(DcpOptions)
+        if request.to == "torch_save":
+            if not writes_named_files(request) and options.framework in (None, Framework.STATE_DICT):
+                _check_one_file(place, checkpoint, options)
+            return
+        facts = facts_of(checkpoint)
+        saved_by = (None if facts is None else facts.framework) or trainer_facts(checkpoint).saved_by
+        framework = options.framework or saved_by
+        # A trainer opens its directory of the model. Whoever else calls `dcp.load` does so with the directory itself.
+        folder = f"{MODEL_FOLDER.format(0)}/" if framework in (Framework.ACCELERATE, Framework.TRAINER) else ""
+        info = place.store.stat(place.child(*f"{folder}{METADATA_FILE}".split("/")).path)
+        if info is None:
+            raise unloadable(f"the target would have no {folder}{METADATA_FILE}, which {framework or 'dcp.load'} opens")
+        own = facts is not None and facts.framework is framework  # with the names that the source has
+        if not own and framework is not Framework.TORCHTITAN:
+            key = options.target_model_key or "model"
+            refuse_wrapped(_keys_below(read_bytes(place.store, info), key), checkpoint)
+
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint, unless the request refuses parameters without optimizer states."""
         if (facts := facts_of(checkpoint)) is not None and (request.to == "dcp" or writes_named_files(request)):
@@ -164,6 +193,43 @@ def _file_as_it_is(place: Location, ledger: OpaqueLedger) -> Checkpoint | None:
     """The whole value of one file of `torch.save`; None for a directory."""
     info = place.store.stat(place.path)
     return None if info is None else read_torch_tree(place, info, ledger)
+
+
+def _keys_below(metadata: bytes, key: str) -> list[str]:
+    """The rest of each text below a key in the pickle of our own writer, which gives texts with four bytes of length.
+
+    A parser of whole metadata takes as long as all else that is planned.
+    """
+    found: list[str] = []
+    for match in re.finditer(rb"X(.{4})(?=" + re.escape(f"{key}.".encode()) + rb")", metadata, re.DOTALL):
+        text = metadata[match.end() : match.end() + int.from_bytes(match[1], "little")]
+        found.append(text.decode("utf-8", "replace").removeprefix(f"{key}."))
+    return [*dict.fromkeys(found)]
+
+
+def _check_one_file(place: Location, checkpoint: Checkpoint, options: DcpOptions) -> None:
+    """Compare the keys of a planned file with those of the script's file that is the source.
+
+    Raises:
+        JobError: `internal.error`.
+    """
+    facts = trainer_facts(checkpoint)
+    if facts.model_key is None or checkpoint.format != SCRIPTS_FILE:
+        return
+    info = place.store.stat(place.child(options.torch_file).path)
+    root: Node = None
+    if info is not None:
+        file = SourceFile(place.store, options.torch_file, (info,))
+        root = open_torch_file(file, OpaqueLedger(OpaquePolicy.KEEP)).root
+    keys = entries_of(root)
+    key = options.target_model_key or facts.model_key
+    there = entries_of(keys.get(key) if key else root)
+    wanted = {facts.saved_names.get(name, name) for name in checkpoint.shapes()}
+    optimizer = options.target_optimizer_key or facts.optimizer_key
+    lost = [*sorted(wanted - there.keys())]
+    lost += [optimizer] if optimizer is not None and checkpoint.optimizer is not None and optimizer not in keys else []
+    if lost:
+        raise unloadable(f"{options.torch_file} would not have what the source's script loads by name: {listed(lost)}")
 
 
 # A checkpoint with what a trainer's files hold. Their tensors are small (random states): bytes go into the trees.

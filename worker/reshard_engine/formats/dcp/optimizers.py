@@ -90,7 +90,7 @@ def joined_optimizers(groups: Sequence[ParamGroup]) -> list[str]:
     another number of groups), `distributed/checkpoint/state_dict.py` (`get_optimizer_state_dict` joins optimizers).
     """
     own = [frozenset(map(str, group.hyper_parameters)) & (_OF_TORCH | _OF_MUON) for group in groups]
-    common = frozenset[str]().union(*own) and frozenset.intersection(*own)
+    common = own[0].intersection(*own) if own else frozenset[str]()
     kinds = {keys - common: number for number, keys in reversed([*enumerate(own)])}
     # A script may add keys of its own to any group. Two optimizers each have keys of torch's that the other lacks.
     several = sorted((number, keys) for keys, number in kinds.items() if keys)

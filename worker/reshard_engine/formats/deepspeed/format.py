@@ -29,6 +29,8 @@ from reshard_engine.formats.deepspeed.relabel import relabelled
 from reshard_engine.formats.deepspeed.universal.reader import UniversalReader
 from reshard_engine.formats.deepspeed.universal.writer import UniversalWriter
 from reshard_engine.formats.format import DryRun, Format, Reader, RunFacts, Writer
+from reshard_engine.formats.model_weights import plain_name, unloadable
+from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.layout import KnownFiles
 
 
@@ -129,6 +131,16 @@ class DeepSpeed(Format):
     def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
         """The warning that nothing proves the order inside fused matrices; none where nothing was cut."""
         return sectioned(checkpoint, request) if checkpoint.world.get("tp", 1) > 1 else []
+
+    def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
+        """Refuse names that no engine's module has: only names of modules that wrap others are in front of a name."""
+        longer = [name for short, name in checkpoint.run_names.items() if plain_name(name) != short]
+        if request.to == TargetFormat.UNIVERSAL:
+            own = {*checkpoint.shapes(), *checkpoint.shared, *checkpoint.run_names.values()}
+            atoms = place.store.list_directory(place.child("zero").path).directories
+            longer += [name for name in atoms if name not in own and plain_name(name).removeprefix("module.") in own]
+        if longer:
+            raise unloadable(f"names that DeepSpeed's engine does not have would be in the target: {listed(longer)}")
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Native layouts by kind of parallelism, and the universal form."""

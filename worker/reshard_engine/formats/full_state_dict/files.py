@@ -44,6 +44,7 @@ from reshard_engine.formats.trainer_files import (
     MADE_ANEW,
     NUMBERED_OPTIMIZER,
     OPTIMIZERS,
+    SCRIPTS_FILE,
     TRAINER_STATE,
     beside,
     chosen_model,
@@ -262,7 +263,7 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
         raise SourceError("source.unknown_kind", f"{name} holds {kind_of(parsed.root)}, no mapping", fix=_DIRECTORY)
     root = script_items(parsed.root, what=name)
     if is_model(parsed.root):
-        found = Opened("full-torch", {}, [parsed.file], model_key="")
+        found = Opened(SCRIPTS_FILE, {}, [parsed.file], model_key="")
         _add_model(found, parsed.root, parsed, name)
         _refuse_keys(choices, {"model_key", "optimizer_key", "scheduler_key"}, f"{name} is a state dict alone")
         return found
@@ -274,7 +275,7 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
         )
     sections = Sections.of(root)
     lightning = _LIGHTNING in root
-    found = Opened("full-lightning" if lightning else "full-torch", {}, [parsed.file], by_model=lightning)
+    found = Opened("full-lightning" if lightning else SCRIPTS_FILE, {}, [parsed.file], by_model=lightning)
     chosen = _several(sections, choices.model_key, name).chosen(choices)
     found.model_key, found.optimizer_key = (key if key in root else None for key in (chosen.model, chosen.optimizer))
     _add_model(found, sections.models[chosen.model], parsed, f"{name}: {printable(chosen.model)}")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from reshard.choices import TargetFormat
-from reshard.errors import RequestError, ReshardError, listed, printable
+from reshard.errors import RequestError, ReshardError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard.options import Options, PeftOptions
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.containers.safetensors import safetensors_template
+from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats import carried
 from reshard_engine.formats.format import DryRun, Format, Writer
 from reshard_engine.formats.model_card import with_card
-from reshard_engine.formats.model_weights import Weight, weights_of
+from reshard_engine.formats.model_weights import Weight, check_written, unloadable, weights_of
 from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config, adapter_files, assumptions
 from reshard_engine.formats.peft.adapters import merged
 from reshard_engine.formats.peft.names import (
@@ -32,6 +34,9 @@ from reshard_engine.formats.peft.names import (
     refuse_broken_factors,
     refuse_other_methods,
 )
+from reshard_engine.formats.weight_files import parse_safetensors
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.tensors.layout import KnownFiles, TargetFile, TargetLayout, literal_template
 
 _ANY_ALPHA = 1.0
@@ -106,6 +111,34 @@ class Peft(Format):
             return checkpoint
         return replace(merged(checkpoint, request, base), model_files={})
 
+    def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
+        """Refuse an adapter of which PEFT would load a part: factors without a partner, modules that no one asks for.
+
+        Source: peft 0.21.2 `tuners/tuners_utils.py` (`check_target_module_exists`: a module's whole name, or its end
+        after a dot, is in `target_modules`); expressions and layers are left to PEFT.
+        """
+        listing = place.store.list_directory(place.path).by_name
+        shapes = {
+            t.name: t.shape for t in parse_safetensors(SourceFile(place.store, WEIGHTS, (listing[WEIGHTS],))).tensors
+        }
+        check_written(shapes, checkpoint, request)
+        factors = {(m["module"], m["kind"]) for name in shapes if (m := _FACTOR.fullmatch(name)) is not None}
+        if single := [module for module, kind in factors if (module, _PARTNER[kind]) not in factors]:
+            raise unloadable(f"one of two factors would be missing in the target: {listed(sorted(single))}")
+        config: dict[str, Any] = json.loads(read_bytes(place.store, listing[CONFIG]))
+        wanted: Any = config.get("target_modules")
+        if not isinstance(wanted, list) or config.get("target_parameters"):
+            return
+        ends = tuple(f".{name}" for name in cast("list[object]", wanted))
+        modules = {module.removeprefix(WRAPPED) for module, _ in factors}
+        if lost := sorted(module for module in modules if not f".{module}".endswith(ends)):
+            raise RequestError(
+                "request.unsatisfiable",
+                f"`target_modules` of {CONFIG} name {counted(len(modules) - len(lost), 'adapted module')} of "
+                f"{len(modules)}, and PEFT loads no others: {listed(lost)}",
+                fix=f"name the directory with the run's own {CONFIG}: --model-files DIR",
+            )
+
     def left_out(self, checkpoint: Checkpoint) -> str | None:
         """A note if the base model's weights are missing, because the run was saved without frozen parameters.
 
@@ -155,6 +188,8 @@ def _merged(tried: DryRun, chosen: dict[str, Any]) -> str:
 # `tuners/tuners_utils.py` (`_get_learnable_bias_state_dict`).
 
 WEIGHTS = "adapter_model.safetensors"
+_FACTOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_(?:embedding_)?[AB])(?:\.weight)?")
+_PARTNER = {f"lora_{of}{one}": f"lora_{of}{other}" for of in ("", "embedding_") for one, other in ("AB", "BA")}
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 """`EMBEDDING_LAYER_NAMES` of PEFT's `utils/constants.py`."""
 

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-from reshard.choices import TargetFormat
+from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
+from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.formats.model_card import check_card
-from reshard_engine.formats.model_weights import model_dtype
-from reshard_engine.formats.weight_files import SafetensorsReader, TorchWeightsReader
+from reshard_engine.formats.model_weights import check_written, model_dtype
+from reshard_engine.formats.weight_files import (
+    SafetensorsReader,
+    TorchWeightsReader,
+    parse_safetensors,
+    parse_torch_weights,
+    safetensors_files,
+    torch_weight_files,
+)
 from reshard_engine.formats.weights.writer import SafetensorsWriter, TorchWeightsWriter
+from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location, open_location, refuse_hub_link_elsewhere
 from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.tensors.layout import KnownFiles
@@ -72,6 +81,18 @@ class Weights(Format):
                 return checkpoint  # `--model-files` was given only for the adapter's configuration
             raise
         return replace(checkpoint, model_files=files)
+
+    def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
+        """Refuse weights under names of wrapping modules, and weights without elements."""
+        listing = place.store.list_directory(place.path)
+        found = safetensors_files(listing) if request.to == TargetFormat.SAFETENSORS else torch_weight_files(listing)
+        shapes: dict[str, Sequence[int]] = {}
+        for name in found.named:
+            file = SourceFile(place.store, name, (found.named[name],))
+            safe = request.to == TargetFormat.SAFETENSORS
+            parsed = parse_safetensors(file) if safe else parse_torch_weights(file, OpaqueLedger(OpaquePolicy.KEEP))
+            shapes |= {tensor.name: tensor.shape for tensor in parsed.tensors}
+        check_written(shapes, checkpoint, request)
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Weights in either container."""

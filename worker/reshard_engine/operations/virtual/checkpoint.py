@@ -32,9 +32,8 @@ from reshard_engine.execute.checks.commit import prove_source_unchanged
 from reshard_engine.execute.checks.source import check_agreements
 from reshard_engine.execute.executor import losses_by_parameter, refuse_overflow, stop_check
 from reshard_engine.execute.gather import CALLS_AT_ONCE, TensorReader, fill
-from reshard_engine.formats.registry import check_request, writer_of
+from reshard_engine.formats.registry import check_request, laid_out
 from reshard_engine.integrity.checksums import combine
-from reshard_engine.operations.layout_map import PlannedStore, outside
 from reshard_engine.operations.requested import requested_checkpoint
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.plan.budget import READ_BATCH_BYTES
@@ -44,7 +43,7 @@ from reshard_engine.storage.crc32 import crc32, pieces_of
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, save_directory
-from reshard_engine.tensors.layout import FileTemplate, TargetFile, TargetLayout
+from reshard_engine.tensors.layout import FileTemplate, PlannedStore, TargetFile, TargetLayout, outside
 
 # Blocks of files that small reads are served from.
 
@@ -372,7 +371,7 @@ class VirtualCheckpoint:
         checkpoint = requested_checkpoint(request, open_location(request.source.url, request.source.profile))
         own = checkpoint.tag or "checkpoint"
         name = own if request.target == "-" else save_directory(request.target, checkpoint.tag)[1]
-        layout = writer_of(request.to).lay_out(checkpoint, request, name=name)
+        layout = laid_out(checkpoint, request, name=name)
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
         plan = plan_conversion(checkpoint, layout, request, min_part_bytes=None, copied_from=set())
         found = cls(request, checkpoint, layout, plan, exact_crcs=exact_crcs)
