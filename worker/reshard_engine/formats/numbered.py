@@ -25,6 +25,35 @@ from reshard_engine.pickles.trees import is_extra_state
 from reshard_engine.tensors.dtypes import BY_NAME
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The shape of a tensor, and the kind of its elements.
+
+    The moments of a complex parameter are complex, and those of any other parameter are not.
+
+    Source: torch 2.13.0 `optim/adam.py` (`torch.zeros_like(p)`, and `torch.view_as_real` for each step), as all
+    optimizers of `torch.optim`; verified by running.
+    """
+
+    shape: Shape
+    complex: bool = False
+
+    def __str__(self) -> str:
+        """The shape as messages show it."""
+        return f"complex {self.shape}" if self.complex else str(self.shape)
+
+    @classmethod
+    def of_states(cls, forms: Collection[Form]) -> Form | None:
+        """The form of the parameter whose states have these forms, which are of one shape; None if there are none."""
+        return max(forms, key=lambda form: form.complex, default=None)
+
+    def may_be_of(self, parameter: Form) -> bool:
+        """True if states of this form may be those of a parameter that the user or the file names."""
+        return self.shape == parameter.shape and (parameter.complex or not self.complex)
+
+
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _NAMES = "param_names"
 """The names that a group keeps if the optimizer was made of named parameters."""
@@ -81,27 +110,27 @@ def numbers_parameters(optimizer: Node) -> bool:
     return bool(states) and all(type(key) is int for key in states)
 
 
-def only_way(wanted: Sequence[Shape | None], shapes: Mapping[str, Shape]) -> list[str] | None:
-    """The names of numbered parameters if each has a shape that one tensor of the model alone has; else None."""
-    by_shape: dict[Shape, list[str]] = {}
-    for name, shape in shapes.items():
-        by_shape.setdefault(shape, []).append(name)
+def only_way(wanted: Sequence[Form | None], forms: Mapping[str, Form]) -> list[str] | None:
+    """The names of numbered parameters if each has a form that one tensor of the model alone has; else None."""
+    by_form: dict[Form, list[str]] = {}
+    for name, form in forms.items():
+        by_form.setdefault(form, []).append(name)
     held = Counter(wanted)
-    found = [by_shape.get(shape, []) if shape is not None and held[shape] == 1 else [] for shape in wanted]
+    found = [by_form.get(form, []) if form is not None and held[form] == 1 else [] for form in wanted]
     return [names[0] for names in found] if all(len(names) == 1 for names in found) else None
 
 
 def in_models_order(
-    wanted: Sequence[Shape | None], spans: Sequence[int], model: Sequence[tuple[str, Shape]]
+    wanted: Sequence[Form | None], spans: Sequence[int], model: Sequence[tuple[str, Form]]
 ) -> list[str] | None:
-    """The names of parameters that come in the model's order within each span; None unless shapes leave one way."""
+    """The names of parameters that come in the model's order within each span; None unless forms leave one way."""
     found: list[str] = []
-    shapes = [shape for _, shape in model]
+    forms = [form for _, form in model]
     for begin, length in zip(_starts(spans), spans, strict=True):
         some = list(wanted[begin : begin + length])
-        first = _matched(some, shapes)
-        last = _matched(some[::-1], shapes[::-1])
-        if first is None or last is None or first != [len(shapes) - 1 - i for i in reversed(last)]:
+        first = _matched(some, forms)
+        last = _matched(some[::-1], forms[::-1])
+        if first is None or last is None or first != [len(forms) - 1 - i for i in reversed(last)]:
             return None
         found += [model[i][0] for i in first]
     return found if len(set(found)) == len(found) else None
@@ -111,14 +140,14 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
-def _matched(wanted: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """The first places of these shapes in order; None if there are none. A shape that is None fits everywhere."""
+def _matched(wanted: Sequence[Form | None], forms: Sequence[Form]) -> list[int] | None:
+    """The first places of these forms in order; None if there are none. A form that is None fits everywhere."""
     found: list[int] = []
     at = 0
-    for shape in wanted:
-        while at < len(shapes) and shape is not None and shapes[at] != shape:
+    for form in wanted:
+        while at < len(forms) and form is not None and forms[at] != form:
             at += 1
-        if at == len(shapes):
+        if at == len(forms):
             return None
         found.append(at)
         at += 1
@@ -129,11 +158,11 @@ def _matched(wanted: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[in
 
 
 def is_model(node: Node) -> bool:
-    """True for the state dict of a module: names, each with a tensor, at least one of floats."""
+    """True for the state dict of a module: names, each with a tensor, at least one that can be trained."""
     items = entries_of(node)
     tensors = {k: v for k, v in items.items() if isinstance(v, PTensor) or made_of_tensors(v) is not None}
-    floats = any(not isinstance(v, PTensor) or BY_NAME[v.dtype].floating for v in tensors.values())
-    return floats and all(isinstance(k, str) and (k in tensors or is_extra_state(k)) for k in items)
+    trainable = any(not isinstance(v, PTensor) or BY_NAME[v.dtype].trainable for v in tensors.values())
+    return trainable and all(isinstance(k, str) and (k in tensors or is_extra_state(k)) for k in items)
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.dtensors import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import StoredNames, listed_parameters, plain_name
-from reshard_engine.formats.numbered import SAY_ORDER, Unread, only_way, split_base
+from reshard_engine.formats.numbered import SAY_ORDER, Form, Unread, only_way, split_base
 from reshard_engine.formats.torch_archive import scalar_node
 from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, foreign_paths
@@ -151,6 +151,13 @@ class ModelTensor:
     """An earlier name with the same elements, by the sums of the files: perhaps a tied pair."""
     coordinates: tuple[int | None, ...] = ()
     """For each rank its place along the only axis of the mesh that shards the tensor."""
+    complex: bool = False
+    """True if its elements are complex numbers."""
+
+    @property
+    def form(self) -> Form:
+        """The form of the tensor."""
+        return Form(self.shape, self.complex)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +294,7 @@ class _Reading:
         self._of_model = of_model
         self._ranks, self._model, self._files, self._order = ranks, model, files, order
         self._shapes = {t.name: t.shape for t in model}
+        self._forms = {t.name: t.form for t in model}
         self._stored = StoredNames({t.name: plain_name(t.name) for t in model})
         self._groups = groups
         self._members: dict[Key, int] = {}
@@ -323,7 +331,7 @@ class _Reading:
         if self._of_model and self._is_flat():
             self._found.flat = True
             return self._fsdp1()
-        return self._with_boxes(self._names_of_numbers(self._shapes_of_numbers()))
+        return self._with_boxes(self._names_of_numbers(self._forms_of_numbers()))
 
     # Names.
 
@@ -337,25 +345,32 @@ class _Reading:
             )
         return found
 
-    def _shapes_of_numbers(self) -> dict[Key, Shape]:
-        """The shape of each number that has a state with a shape of its own."""
-        found: dict[Key, Shape] = {}
+    def _forms_of_numbers(self) -> dict[Key, Form]:
+        """The form of the parameter of each number that has a state with a shape of its own."""
+        found: dict[Key, Form] = {}
         for key in self._members:
-            shapes = {h.shape for r in self._ranks for h in r.states.get(key, {}).values() if isinstance(h, Held)}
+            states = [h for r in self._ranks for h in r.states.get(key, {}).values() if isinstance(h, Held)]
+            shapes = {h.shape for h in states}
             if len(shapes) > 1:
                 text = f"number {key} has states of the shapes {listed(list(map(str, sorted(shapes))))}"
                 raise Unread(f"the optimizer keeps states of several shapes: {text}", _WEIGHTS, Question.OPTIMIZER)
-            if shapes:
-                found[key] = next(iter(shapes))
+            if (form := Form.of_states([Form(h.shape, h.dtype.complex) for h in states])) is not None:
+                found[key] = form
         return found
 
-    def _candidates(self) -> tuple[list[str], dict[str, str]]:
+    def _candidates(self, forms: Mapping[Key, Form] | None = None) -> tuple[list[str], dict[str, str]]:
         """The model's parameters in order, and ties by equal elements that the count of numbers asks for.
 
-        Where a mesh shards tensors, parameters are what it shards: FSDP shards each of them.
+        Where a mesh shards tensors, parameters are what it shards: FSDP shards each of them. A whole tensor of complex
+        numbers, such as a table of rotations, is no parameter if all numbers have states, none of which are its own.
+
+        Args:
+            forms: The forms of the numbers that have states.
         """
         any_sharded = any(t.sharded for t in self._model)
+        known = {*forms.values()} if forms is not None and len(forms) == len(self._members) else None
         names = [t for t in self._model if not t.twin and (t.sharded or not any_sharded)]
+        names = [t for t in names if t.sharded or not t.complex or known is None or t.form in known]
         if len(names) <= len(self._members):
             return [t.name for t in names], {}
         ties = {t.name: t.equal for t in names if t.equal}
@@ -363,21 +378,19 @@ class _Reading:
             return [t.name for t in names if t.name not in ties], ties
         return [t.name for t in names], {}
 
-    def _names_of_numbers(
-        self, shapes: Mapping[Key, Shape], lengths: Mapping[Key, int] | None = None
-    ) -> dict[Key, str]:
+    def _names_of_numbers(self, forms: Mapping[Key, Form], lengths: Mapping[Key, int] | None = None) -> dict[Key, str]:
         """The name of each number, if the counts and all shapes say that the numbers are in the model's order.
 
         Args:
-            shapes: The shape of numbers that have one.
-            lengths: The number of elements of numbers that have slices, in place of shapes.
+            forms: The form of numbers that have one.
+            lengths: The number of elements of numbers that have slices, in place of forms.
         """
-        names, ties = self._candidates()
+        names, ties = self._candidates(forms if lengths is None else None)
         parameters, keys, own = {*names}, sorted(self._members, key=int), self._own_names()
-        if told := own or self._told(keys, names, shapes if lengths is None else None):
+        if told := own or self._told(keys, names, forms if lengths is None else None):
             names, ties = list(map(self._named, told)), {}
         elif len(names) != len(keys):
-            if (adapter := self._of_adapter(names, shapes)) is not None:
+            if (adapter := self._of_adapter(names, forms)) is not None:
                 return adapter
             text = (
                 f"the optimizer numbers {counted(len(keys), 'parameter')}, and the model's files hold "
@@ -393,9 +406,10 @@ class _Reading:
             raise Unread(text, f"{SAY_ORDER}; {model}")
         found: dict[Key, str] = dict(zip(keys, names, strict=True))
         for key, name in found.items():
-            held = shapes.get(key) if lengths is None else lengths.get(key)
-            wanted = self._shapes[name] if lengths is None else prod(self._shapes[name])
-            if held is not None and held != wanted:
+            held = forms.get(key) if lengths is None else lengths.get(key)
+            form = self._forms[name]
+            wanted = form if lengths is None else prod(form.shape)
+            if held is not None and not (held.may_be_of(form) if isinstance(held, Form) else held == wanted):
                 text = (
                     f"the optimizer's number {key} has states of {held}{'' if lengths is None else ' elements'}, and "
                     f"the parameter in its place, {printable(name)}, has {wanted}"
@@ -405,8 +419,8 @@ class _Reading:
                 raise Unread(f"{text}: the numbers do not count the model's parameters in order", SAY_ORDER)
         self._found.ties = ties
         self._found.counts_all = {*names} == parameters
-        have_shapes = len(shapes if lengths is None else lengths) == len(keys)
-        if not own and self._order is None and not (have_shapes and self._proven(names)):
+        have_forms = len(forms if lengths is None else lengths) == len(keys)
+        if not own and self._order is None and not (have_forms and self._proven(names)):
             if not self._of_model:
                 text = "the optimizer numbers its parameters, and their shapes alone do not tell which is which"
                 model = "--param-order model if the run made its optimizer of model.parameters()"
@@ -414,13 +428,13 @@ class _Reading:
             self._found.assumed = (_IN_ORDER,)
         return found
 
-    def _told(self, keys: Sequence[Key], names: Sequence[str], shapes: Mapping[Key, Shape] | None) -> list[str]:
+    def _told(self, keys: Sequence[Key], names: Sequence[str], forms: Mapping[Key, Form] | None) -> list[str]:
         """The names that the user lists, or that shapes prove where nobody knows how the run made its optimizer."""
         if isinstance(self._order, tuple):
             return self._said(len(keys))
-        if self._of_model or self._order is not None or shapes is None:
+        if self._of_model or self._order is not None or forms is None:
             return []
-        return only_way([shapes.get(key) for key in keys], {name: self._shapes[name] for name in names}) or []
+        return only_way([forms.get(key) for key in keys], {name: self._forms[name] for name in names}) or []
 
     def _own_names(self) -> list[str]:
         """The names that the groups keep, of an optimizer that was made of named parameters; none if one keeps none.
@@ -442,21 +456,21 @@ class _Reading:
         return listed_parameters(self._order, self._stored, count) if isinstance(self._order, tuple) else []
 
     def _proven(self, names: Sequence[str]) -> bool:
-        """True if all parameters have shapes of their own, so that shapes alone tell which number is which."""
-        shapes = [self._shapes[n] for n in names]
-        return len({*shapes}) == len(shapes)
+        """True if all parameters have forms of their own, so that forms alone tell which number is which."""
+        forms = [self._forms[n] for n in names]
+        return len({*forms}) == len(forms)
 
-    def _of_adapter(self, names: Sequence[str], shapes: Mapping[Key, Shape]) -> dict[Key, str] | None:
+    def _of_adapter(self, names: Sequence[str], forms: Mapping[Key, Form]) -> dict[Key, str] | None:
         """The names of numbers with states where the model's file holds an adapter alone; None if it does not.
 
         The optimizer counts the base model's parameters, too, which are in no file. Those that were trained come in the
         order of the adapter's names, and all shapes must fit.
         """
-        trained = [k for k in sorted(self._members, key=int) if k in shapes]
+        trained = [k for k in sorted(self._members, key=int) if k in forms]
         if not names or not all(".lora_" in f".{n}" for n in names) or len(trained) != len(names):
             return None
         found = dict(zip(trained, names, strict=True))
-        if any(shapes[k] != self._shapes[n] for k, n in found.items()):
+        if any(not forms[k].may_be_of(self._forms[n]) for k, n in found.items()):
             return None
         if not self._of_model and not self._proven(names):
             return None

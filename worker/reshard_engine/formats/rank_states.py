@@ -257,9 +257,10 @@ class ModelOfRanks:
                 self.twins.get(name, ""),
                 self.equal.get(name, ""),
                 tuple(h.coordinate for h in held),
+                held[0].dtype.complex,
             )
             for name, held in self.held.items()
-            if (held[0].dtype.floating or not held[0].plain) and not of_batch_norm(name, self.held)
+            if (held[0].dtype.trainable or not held[0].plain) and not of_batch_norm(name, self.held)
         ]
 
     def _first_of_equal(self, token: Callable[[str], object]) -> dict[str, str]:
@@ -541,7 +542,7 @@ class RankState:
                 continue
             first = self._model.held[name][0]
             sharded = not first.plain
-            is_buffer = not sharded and name not in frozen and (counted or not first.dtype.floating)
+            is_buffer = not sharded and name not in frozen and (counted or not first.dtype.trainable)
             is_buffer = is_buffer or of_batch_norm(name, self._model.held)
             if not sharded and not is_buffer and name not in frozen:
                 # Parameters that FSDP was told to ignore are plain, too.

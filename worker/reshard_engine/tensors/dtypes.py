@@ -22,6 +22,20 @@ class Dtype:
     """Name in safetensors headers; None if safetensors has no such type."""
     floating: bool
 
+    @property
+    def complex(self) -> bool:
+        """True for complex numbers."""
+        return self.name.startswith("complex")
+
+    @property
+    def trainable(self) -> bool:
+        """True for element types that autograd can train: floating-point and complex numbers.
+
+        Source: torch 2.13.0 `_tensor.py` (`requires_grad_`: "only Tensors of floating point and complex dtype can
+        require gradients").
+        """
+        return self.floating or self.complex
+
 
 _TABLE = (
     Dtype("float64", 8, "DoubleStorage", "F64", True),

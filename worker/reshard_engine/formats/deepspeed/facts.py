@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from reshard.errors import RequestError, listed
+from reshard.errors import RequestError, counted, listed
 from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, LossScale, ParamGroup
 from reshard_engine.formats.carried import named, of_the_format
@@ -173,6 +173,27 @@ def facts_of(checkpoint: Checkpoint) -> DeepSpeedFacts:
         return checkpoint.facts
     scale = checkpoint.facts.loss_scale()
     return DeepSpeedFacts(optimizer_entries={} if scale is None else _entries_of(scale, checkpoint.counters.steps))
+
+
+def refuse_complex(checkpoint: Checkpoint) -> None:
+    """Refuse trained parameters of complex numbers, with which no run of DeepSpeed can take a step.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+
+    Source: deepspeed 0.19.8 `runtime/engine.py` (`split_half_float_double_sparse`: "attempting to reduce an unsupported
+    grad type" at stage 0), `runtime/zero` (stages 1 to 3 copy parameters into flat vectors of one type); verified by
+    running.
+    """
+    tensors = checkpoint.shard_map.tensors
+    names = [p.fqn for p in checkpoint.trained if p.weight is not None and tensors[p.weight].dtype.complex]
+    if names:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{counted(len(names), 'trained parameter is', 'trained parameters are')} complex ({listed(names)}), and "
+            "DeepSpeed trains real numbers alone",
+            fix="--to dcp, for a run under FSDP2 or DDP; or write the weights alone: --to safetensors",
+        )
 
 
 def _entries_of(scale: LossScale, steps: int | None) -> dict[str, Node]:

@@ -11,7 +11,7 @@ from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, ParamGroup, Scalar
 from reshard_engine.formats.carried import named
 from reshard_engine.formats.deepspeed.config import RunConfig, configured_groups
-from reshard_engine.formats.deepspeed.facts import facts_of, group_node, scaler_object
+from reshard_engine.formats.deepspeed.facts import facts_of, group_node, refuse_complex, scaler_object
 from reshard_engine.formats.deepspeed.native.target import LocalModel, LocalParameter, Target
 from reshard_engine.formats.deepspeed.parallel.experts import renamed_group
 from reshard_engine.formats.deepspeed.partitioning import Run
@@ -42,7 +42,7 @@ def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
     """The optimizer's state.
 
     Raises:
-        RequestError: `request.unsatisfiable` for a source that has weights only, or quantized states.
+        RequestError: `request.unsatisfiable` for a source with weights only, quantized states or complex parameters.
     """
     if checkpoint.optimizer is None:
         raise RequestError(
@@ -62,6 +62,7 @@ def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
             if facts_of(checkpoint).order
             else "write the weights alone: --to safetensors; --to dcp keeps the optimizer as it is",
         )
+    refuse_complex(checkpoint)
     return checkpoint.optimizer
 
 

@@ -306,12 +306,13 @@ class _Assembly:
         shapes = {
             name: held.shape
             for name, held in opened.tensors.items()
-            if held.dtype.floating and name not in self._twins and name not in buffers
+            if held.dtype.trainable and name not in self._twins and name not in buffers
         }
         equal = {a: o for a, o in self._equal.items() if a in shapes and o in shapes}
         model = ModelOrder(
             shapes,
             self._names,
+            {name for name in shapes if opened.tensors[name].dtype.complex},
             equal,
             known=opened.ordered,
             counts_model=opened.counts_model,
@@ -354,8 +355,8 @@ class _Assembly:
             if name in members or name in self._copies:
                 continue
             held = self._opened.tensors[name]
-            is_buffer = name in self._statistics or (name not in frozen and not held.dtype.floating)
-            if held.dtype.floating and name not in frozen and not is_buffer:
+            is_buffer = name in self._statistics or (name not in frozen and not held.dtype.trainable)
+            if held.dtype.trainable and name not in frozen and not is_buffer:
                 is_buffer = self._said is not None and name in self._said
                 found.unproven += [] if self._said is not None else [plain[name]]
             if is_buffer:

@@ -19,7 +19,7 @@ Source: torch 2.13.0 `optim/optimizer.py` (`state_dict`, `param_names`),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,6 +33,7 @@ from reshard_engine.formats.numbered import (
     PARAMS,
     SAY_ORDER,
     STATE,
+    Form,
     Shape,
     Unread,
     in_models_order,
@@ -61,6 +62,8 @@ class ModelOrder:
     """The tensors that may be parameters, in the order of the model's file, by name."""
     shown: Mapping[str, str]
     """For each of these names the one that `reshard inspect` lists."""
+    complexes: Collection[str]
+    """Those of these tensors whose elements are complex numbers."""
     equal: Mapping[str, str]
     """Second names of tensors with equal elements, each with the first one: perhaps tied pairs."""
     known: bool = True
@@ -74,6 +77,11 @@ class ModelOrder:
     def stored(self) -> StoredNames:
         """The names by every form that an optimizer or a user gives them."""
         return StoredNames({name: self.shown[name] for name in self.shapes})
+
+    @cached_property
+    def forms(self) -> Mapping[str, Form]:
+        """The forms of the tensors, by name."""
+        return {name: Form(shape, name in self.complexes) for name, shape in self.shapes.items()}
 
 
 @dataclass(slots=True)
@@ -202,19 +210,21 @@ class _Reading:
             )
         return found
 
-    def _shape_of(self, number: int) -> Shape | None:
-        """The shape that all states of a number have; None for a number without states of a shape."""
-        shapes = {v.shape for v in self._states.get(number, {}).values() if isinstance(v, PTensor) and v.shape != ()}
+    def _form_of(self, number: int) -> Form | None:
+        """The form of the parameter whose states a number has; None for a number without states of a shape."""
+        states = self._states.get(number, {}).items()
+        tensors = [v for n, v in states if isinstance(v, PTensor) and (v.shape != () or n != _STEP)]
+        forms = {Form(v.shape, BY_NAME[v.dtype].complex) for v in tensors}
+        shapes = {form.shape for form in forms} - {()}
         if len(shapes) > 1:
             text = f"number {number} has states of the shapes {listed(list(map(str, sorted(shapes))))}"
             raise Unread(f"the optimizer keeps states of several shapes: {text}", WEIGHTS, Question.OPTIMIZER)
-        if not shapes and any(isinstance(v, PTensor) and n != _STEP for n, v in self._states.get(number, {}).items()):
-            return ()  # the states of a parameter without dimensions have none
-        return next(iter(shapes), None)
+        # The states of a parameter without dimensions have none.
+        return Form.of_states([form for form in forms if form.shape in shapes] if shapes else forms)
 
     def _names_of(self, numbers: Sequence[int]) -> dict[Key, str]:
         """The name of each number, in the order of the groups."""
-        wanted = {number: self._shape_of(number) for number in numbers}
+        wanted = {number: self._form_of(number) for number in numbers}
         own = self._own_names()
         if own or isinstance(self._order, tuple):
             named = list(map(self._named, own)) if own else self._said(len(numbers))
@@ -248,58 +258,58 @@ class _Reading:
         """The names that the user listed."""
         return listed_parameters(self._order, self._model.stored, count) if isinstance(self._order, tuple) else []
 
-    def _misfit(self, found: Mapping[int, str], wanted: Mapping[int, Shape | None]) -> str:
+    def _misfit(self, found: Mapping[int, str], wanted: Mapping[int, Form | None]) -> str:
         """A statement about the first number whose states have another shape than its parameter; empty if all fit."""
         for number, name in found.items():
-            held, shape = wanted[number], self._model.shapes[name]
-            if held is not None and held != shape:
+            states, own = wanted[number], self._model.forms[name]
+            if states is not None and not states.may_be_of(own):
                 return (
-                    f"the optimizer's number {number} has states of {held}, and the parameter in its place, "
-                    f"{printable(name)}, has {shape}"
+                    f"the optimizer's number {number} has states of {states}, and the parameter in its place, "
+                    f"{printable(name)}, has {own}"
                 )
         return ""
 
-    def _check(self, found: Mapping[int, str], wanted: Mapping[int, Shape | None]) -> None:
+    def _check(self, found: Mapping[int, str], wanted: Mapping[int, Form | None]) -> None:
         """Refuse names of the user or of the file whose shapes are others."""
         if text := self._misfit(found, wanted):
             if isinstance(self._order, tuple):
                 raise RequestError("request.invalid", f"--param-order: {text}", fix=SAY_ORDER)
             raise Unread(text, f"{SAY_ORDER}; {WEIGHTS}")
 
-    def _in_order(self, numbers: Sequence[int], wanted: Mapping[int, Shape | None]) -> list[str]:
+    def _in_order(self, numbers: Sequence[int], wanted: Mapping[int, Form | None]) -> list[str]:
         """The names in the order of numbers, proven by shapes, or in an order that the files or the user say."""
-        shapes = self._candidates(wanted)
+        forms = self._candidates(wanted)
         sizes = [wanted[n] for n in numbers]
-        if self._order is None and (proven := only_way(sizes, shapes)) is not None:
+        if self._order is None and (proven := only_way(sizes, forms)) is not None:
             return proven
         if isinstance(self._order, ParamOrder):
-            if (found := self._ordered(numbers, wanted, shapes, self._order)) is not None:
+            if (found := self._ordered(numbers, wanted, forms, self._order)) is not None:
                 return found
             reason = "their shapes leave no way, or several, to name them" if self._model.known else _SORTED
             text = f"the optimizer numbers its {counted(len(numbers), 'parameter')}, and in the order of --param-order "
             raise Unread(f"{text}{self._order} {reason}", f"{SAY_ORDER}; {WEIGHTS}")
-        return self._likely(numbers, wanted, shapes)
+        return self._likely(numbers, wanted, forms)
 
-    def _candidates(self, wanted: Mapping[int, Shape | None]) -> dict[str, Shape]:
-        """The tensors that the numbers may be of: where each number has a shape, those of these shapes.
+    def _candidates(self, wanted: Mapping[int, Form | None]) -> dict[str, Form]:
+        """The tensors that the numbers may be of: where each number has a form, those of these forms.
 
         Second names of equal elements stay out where the count of numbers asks for that.
         """
         held = {*wanted.values()}
-        shapes = {n: s for n, s in self._model.shapes.items() if None in held or s in held}
-        ties = {a: o for a, o in self._model.equal.items() if a in shapes}
-        if len(shapes) > len(wanted) and len(shapes) - len(ties) == len(wanted):
+        forms = {n: f for n, f in self._model.forms.items() if None in held or f in held}
+        ties = {a: o for a, o in self._model.equal.items() if a in forms}
+        if len(forms) > len(wanted) and len(forms) - len(ties) == len(wanted):
             self._found.ties = ties
-            return {n: s for n, s in shapes.items() if n not in ties}
-        return shapes
+            return {n: f for n, f in forms.items() if n not in ties}
+        return forms
 
     def _ordered(
-        self, numbers: Sequence[int], wanted: Mapping[int, Shape | None], shapes: Mapping[str, Shape], order: ParamOrder
+        self, numbers: Sequence[int], wanted: Mapping[int, Form | None], forms: Mapping[str, Form], order: ParamOrder
     ) -> list[str] | None:
         """The names if the numbers, or those of each group, come in the model's order; None unless shapes allow it."""
         if not self._model.known:
             return None
-        model = list(shapes.items())
+        model = list(forms.items())
         if order is ParamOrder.MODEL:
             return in_models_order([wanted[n] for n in numbers], [len(numbers)], model)
         listing = [k for k in self._members if type(k) is int]
@@ -308,25 +318,25 @@ class _Reading:
         return None if found is None else [dict(zip(listing, found, strict=True))[n] for n in numbers]
 
     def _likely(
-        self, numbers: Sequence[int], wanted: Mapping[int, Shape | None], shapes: Mapping[str, Shape]
+        self, numbers: Sequence[int], wanted: Mapping[int, Form | None], forms: Mapping[str, Form]
     ) -> list[str]:
         """The names in the model's order, if nothing but the way in which the optimizer was made is left open."""
         model, native = self._model, [*self._members] == list(numbers)
-        in_order = dict(zip(numbers, shapes, strict=False))
+        in_order = dict(zip(numbers, forms, strict=False))
         number_of = f"the optimizer numbers {counted(len(numbers), 'parameter')}"
-        if len(shapes) != len(numbers):
-            held = counted(len(shapes), "parameter")
-            ways = self._ways(numbers, wanted, shapes)
+        if len(forms) != len(numbers):
+            held = counted(len(forms), "parameter")
+            ways = self._ways(numbers, wanted, forms)
             # The files do not tell buffers from parameters: those that the user names are no candidates.
-            ways += "--buffers NAME,… if some of them are buffers, or " if len(shapes) > len(numbers) else ""
+            ways += "--buffers NAME,… if some of them are buffers, or " if len(forms) > len(numbers) else ""
             raise Unread(f"{number_of}, and the model's files hold {held}", f"{ways}{SAY_ORDER}; {WEIGHTS}")
         if model.known and (len(self._groups) == 1 or (model.by_model and not native)):
             if text := self._misfit(in_order, wanted):
                 raise Unread(f"{text}: the numbers do not count the model's parameters in order", SAY_ORDER)
             if model.counts_model or not native:
                 self._found.assumed = (_IN_ORDER if native else _BY_MODEL,)
-                return list(shapes)
-        ways = self._ways(numbers, wanted, shapes)
+                return list(forms)
+        ways = self._ways(numbers, wanted, forms)
         if len(self._groups) > 1:
             text = (
                 f"the optimizer numbers its {counted(len(numbers), 'parameter')} over {len(self._groups)} param "
@@ -338,7 +348,7 @@ class _Reading:
             text = f"{text}: {_SORTED}"
         raise Unread(text, f"{ways}{SAY_ORDER}; {WEIGHTS}")
 
-    def _ways(self, numbers: Sequence[int], wanted: Mapping[int, Shape | None], shapes: Mapping[str, Shape]) -> str:
+    def _ways(self, numbers: Sequence[int], wanted: Mapping[int, Form | None], forms: Mapping[str, Form]) -> str:
         """The orders that leave one way, each with the words in which it is right; a part of a fix."""
         said = {
             ParamOrder.GROUPS: "if each group takes its parameters in the model's order",
@@ -346,7 +356,7 @@ class _Reading:
         }
         if len(self._groups) == 1:
             del said[ParamOrder.GROUPS]
-        ways = [f"--param-order {o} {w}, or " for o, w in said.items() if self._ordered(numbers, wanted, shapes, o)]
+        ways = [f"--param-order {o} {w}, or " for o, w in said.items() if self._ordered(numbers, wanted, forms, o)]
         return "".join(ways)
 
     # States.

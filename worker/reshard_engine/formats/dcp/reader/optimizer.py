@@ -21,7 +21,7 @@ from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape
 from reshard_engine.formats.dcp_files.metadata.model import KeyPath
 from reshard_engine.formats.dcp_files.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.model_weights import StoredNames, name_without_adapter, plain_names
-from reshard_engine.formats.numbered import in_models_order, only_way
+from reshard_engine.formats.numbered import Form, in_models_order, only_way
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -222,6 +222,12 @@ class OptimizerEntries:
             return None
         return next(iter(shapes.values()))
 
+    def _form_of(self, key: str) -> Form | None:
+        """The form of a parameter, as far as its states tell it."""
+        shape = self.shape_of(key)
+        entries = [i[0].entry for i in self.states.get(key, {}).values() if isinstance(i[0], SavedTensor)]
+        return Form.of_states([Form(e.shape, e.dtype.complex) for e in entries if shape and e.shape == shape])
+
     def has_rates(self, rates: Sequence[Node]) -> bool:
         """True if its groups have these learning rates; the groups of a flattened one have no order."""
         own = self.rates
@@ -283,13 +289,13 @@ class OptimizerEntries:
         return not alike or not shape or shape in alike
 
     def resolved(
-        self, names: NamesOfModel, may_own: Sequence[str], order: Order, schedulers: Sequence[Node]
+        self, names: NamesOfModel, may_own: Mapping[str, Form], order: Order, schedulers: Sequence[Node]
     ) -> ReadOptimizer:
         """Give its parameters the model's names, and its groups their order.
 
         Args:
             names: The model.
-            may_own: The model's tensors that it may own, in the model's order.
+            may_own: The forms of the model's tensors that it may own, by name, in the model's order.
             order: The user's word on the order of its parameters.
             schedulers: The state dict of its scheduler, which keeps the groups' learning rates in their order.
 
@@ -333,16 +339,16 @@ class OptimizerEntries:
         """Its own keys as names, with the shapes that are known."""
         return NamesOfModel({key: self.shape_of(key) or () for key in self._keys})
 
-    def _numbered(self, names: NamesOfModel, may_own: Sequence[str], order: Order) -> ReadOptimizer:
+    def _numbered(self, names: NamesOfModel, may_own: Mapping[str, Form], order: Order) -> ReadOptimizer:
         numbers = [key for g in self.groups for key in g.members]
-        wanted = [self.shape_of(key) for key in numbers]
+        wanted = [self._form_of(key) for key in numbers]
         if isinstance(order, tuple):
             return ReadOptimizer(self.groups, self._as_said(numbers, order, names))
         if order is None:
-            found = only_way(wanted, {name: names.shapes[name] for name in may_own})
+            found = only_way(wanted, may_own)
         else:
             spans = [len(numbers)] if order is ParamOrder.MODEL else [len(g.members) for g in self.groups]
-            found = in_models_order(wanted, spans, [(n, names.shapes[n]) for n in may_own])
+            found = in_models_order(wanted, spans, [*may_own.items()])
         if found is None:
             undecided = Undecided(Question.ORDER, _no_names(numbers, wanted, len(may_own), order), _fix_of(order))
             return ReadOptimizer(tuple(ReadGroup(g.group, ()) for g in self.groups), undecided=(undecided,))
@@ -381,12 +387,12 @@ def _fix_of(order: Order) -> str:
     return _SAY_ORDER if order is None else f"{_SAY_ORDER}; {_BY_NAME}"
 
 
-def _no_names(numbers: Sequence[str], wanted: Sequence[Shape | None], tensors: int, order: Order) -> str:
+def _no_names(numbers: Sequence[str], wanted: Sequence[Form | None], tensors: int, order: Order) -> str:
     """A statement of why numbers have no names."""
     head = f"the optimizer numbers its {counted(len(numbers), 'parameter')}"
     if order is not None:
         return f"{head}, and their shapes leave no way, or several, to name them in the order of --param-order {order}"
-    counts = Counter(shape for shape in wanted if shape is not None)
+    counts = Counter(form for form in wanted if form is not None)
     shape, most = counts.most_common(1)[0] if counts else ((), 0)
     if most > 1:
         return f"{head}, and nothing says which is which: {most} of them have the shape {shape}"

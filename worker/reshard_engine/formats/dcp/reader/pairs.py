@@ -32,7 +32,7 @@ from reshard_engine.containers.source_file import CachedFile, SourceFile, open_a
 from reshard_engine.containers.zip_reader import read_zip_directory
 from reshard_engine.formats.dcp.facts import nested
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel, NodeOf, OptimizerEntries, Order, ReadOptimizer
-from reshard_engine.formats.dcp.reader.roles import LEAST_DIMS, ModelEntries, Pair, is_trainable, may_be_quantized
+from reshard_engine.formats.dcp.reader.roles import LEAST_DIMS, ModelEntries, Pair, may_be_quantized
 from reshard_engine.formats.dcp_files.metadata.model import Column
 from reshard_engine.formats.dcp_files.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors, OpaqueTensor
@@ -43,6 +43,7 @@ from reshard_engine.formats.model_weights import (
     tensors_named,
     which_are_buffers,
 )
+from reshard_engine.formats.numbered import Form
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
@@ -230,13 +231,12 @@ class _PairReader:
         if self._label and optimizer.numbered:
             self._found.numbered = True
             return optimizer.as_it_is()
-        may_own = [
-            n
-            for n, saved in self._model.weights.items()
-            if is_trainable(saved[0].entry.dtype)
-            and not self._is_said_buffer(n)
-            and not of_batch_norm(n, self._model.weights)
-        ]
+        entries = {n: saved[0].entry for n, saved in self._model.weights.items()}
+        may_own = {
+            n: Form(entry.shape, entry.dtype.complex)
+            for n, entry in entries.items()
+            if entry.dtype.trainable and not self._is_said_buffer(n) and not of_batch_norm(n, entries)
+        }
         return optimizer.resolved(self._names, may_own, self._reading.order, self._reading.scheduler)
 
     def _is_said_buffer(self, name: str) -> bool:
@@ -266,7 +266,7 @@ class _PairReader:
                 )
             elif (scalar := self._scalar(items, shape, state)) is not None:
                 scalars[state] = scalar
-            elif tensors and tensors[0].entry.shape == shape and is_trainable(tensors[0].entry.dtype):
+            elif tensors and tensors[0].entry.shape == shape and tensors[0].entry.dtype.trainable:
                 states[state] = self._reading.tensors.number(self._label + fqn, state, tensors)
             else:
                 self._found.odd_states.setdefault(fqn, {})[state] = self._reading.node_of(items)
@@ -377,7 +377,7 @@ def _is_likely_buffer(saved: Sequence[SavedTensor], most_chunks: int) -> bool:
     What our own writer cut says nothing.
     """
     entry, ours = saved[0].entry, saved[0].part.metadata.buffers is not None
-    if not is_trainable(entry.dtype):
+    if not entry.dtype.trainable:
         return not may_be_quantized(entry)
     return entry.shape == () or (not ours and most_chunks > 1 and entry.shape[0] > 1 and _is_whole(saved))
 

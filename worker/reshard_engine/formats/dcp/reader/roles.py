@@ -24,7 +24,6 @@ from reshard_engine.formats.dcp.reader.optimizer import GROUPS, NamesOfModel, No
 from reshard_engine.formats.dcp_files.metadata.model import KeyPath, TensorEntry
 from reshard_engine.formats.dcp_files.saved_state import Item, SavedState, SavedTensor
 from reshard_engine.pickles.nodes import PList, PTuple, is_mapping
-from reshard_engine.tensors.dtypes import Dtype
 
 _FLAT_PARAMETER = "_flat_param"
 _EXTRA_STATE = "_extra_state"
@@ -326,7 +325,7 @@ def _places(items: Iterable[Item]) -> dict[KeyPath, NamesOfModel]:
         place = item.path[:-1]
         shapes.setdefault(place, {})[str(item.path[-1])] = item.entry.shape
         entry = item.entry
-        trainable[place] += may_be_quantized(entry) or (entry.shape != () and is_trainable(entry.dtype))
+        trainable[place] += may_be_quantized(entry) or (entry.shape != () and entry.dtype.trainable)
     return {
         place: NamesOfModel(found) for place, found in shapes.items() if trainable[place] or not any(trainable.values())
     }
@@ -335,8 +334,3 @@ def _places(items: Iterable[Item]) -> dict[KeyPath, NamesOfModel]:
 def may_be_quantized(entry: TensorEntry) -> bool:
     """True for a matrix of bytes, as which quantized weights are saved. A vector of bytes is a random state, say."""
     return entry.dtype.name in _QUANTIZED and len(entry.shape) >= LEAST_DIMS
-
-
-def is_trainable(dtype: Dtype) -> bool:
-    """True for element types that autograd can train: floating-point and complex numbers."""
-    return dtype.floating or dtype.name.startswith("complex")

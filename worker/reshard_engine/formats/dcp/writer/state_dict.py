@@ -274,7 +274,9 @@ class StateDict:
             yield OpaqueEntry(self._state(parameter, name), tensor)
         for name, dtype in () if begin is None else begin.tensors.items():
             if name not in parameter.states:
-                own = dtype or self._tensors[parameter.value()].dtype
+                own = self._tensors[parameter.value()].dtype
+                # The states of a complex parameter are complex, whatever those of the group's other parameters are.
+                own = dtype if dtype is not None and dtype.complex == own.complex else own
                 yield TensorEntry(self._state(parameter, name), ZEROS, own, parameter.shape)
 
     def _odd(self, parameter: Parameter) -> Mapping[str, Node]:

@@ -17,7 +17,7 @@ from reshard_engine.formats.deepspeed.config import (
     offloads_optimizer,
     section_of,
 )
-from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, DeepSpeedFacts, facts_of
+from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, DeepSpeedFacts, facts_of, refuse_complex
 from reshard_engine.formats.deepspeed.files import CONFIG, VERSION
 from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.pickles.nodes import Node, is_mapping
@@ -109,7 +109,8 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
     """The target of a request for this source.
 
     Raises:
-        RequestError: `request.invalid` without a layout or with options that contradict one another.
+        RequestError: `request.invalid` without a layout or with options that contradict one another;
+            `request.unsatisfiable` for complex parameters.
     """
     layout = request.options.deepspeed
     if layout.dp is None:
@@ -118,6 +119,7 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
         raise RequestError(
             "request.invalid", "a native checkpoint holds all parameters", fix="leave out --exclude-frozen"
         )
+    refuse_complex(checkpoint)
     entries = facts_of(checkpoint).entries
     source = RunConfig.of(entries.get(CONFIG))
     own = _model_dtype(checkpoint, source)
