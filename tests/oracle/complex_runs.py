@@ -36,7 +36,7 @@ class Spectral(nn.Module):
         self.high = nn.Parameter(torch.randn(WIDTH, WIDTH, MODES, dtype=torch.cfloat) / WIDTH)
 
     def forward(self, value: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-        found = torch.fft.rfft(value)
+        found: Any = torch.fft.rfft(value)
         kernel = (self.low + self.high) * mix
         kept = torch.einsum("bix,iox->box", found[..., :MODES], kernel)
         return torch.fft.irfft(nn.functional.pad(kept, (0, found.shape[-1] - MODES)), n=value.shape[-1])

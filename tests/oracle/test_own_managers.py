@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import reshard
 from laws.item_files import folder_differences
 from oracle.dcp_cases import is_here
 from oracle.dcp_driver import TIMEOUT_S, FsdpOracle, problems
 from oracle.truth import Truth
+from oracle.whole_tensors import named, whole
 
 VERL: dict[str, dict[str, Any]] = {
     "fsdp2": {"fsdp": 2, "tied": True, "buffers": True},
@@ -53,7 +56,7 @@ def _check_losses(before: Stage, after: Stage) -> None:
     assert [found["losses"] for found in after.ranks] == [wanted] * len(after.ranks)
 
 
-def _go_on_everywhere(fsdp: FsdpOracle, function: str, case: dict[str, Any], place: Path) -> None:
+def _go_on_everywhere(fsdp: FsdpOracle, function: str, case: dict[str, Any], place: Path) -> Stage:
     last = _run(fsdp, function, 4, place / "begun", case=case)
     for number, world in enumerate((3, 2, 4)):
         load = place / f"for_{world}"
@@ -70,6 +73,24 @@ def _go_on_everywhere(fsdp: FsdpOracle, function: str, case: dict[str, Any], pla
     # With `save_lora_only` verl saves a plain dict, and torch loads both alike.
     kinds = "<class 'dict'>, <class 'collections.OrderedDict'>"
     assert [d for d in folder_differences(last.save, place / "again") if not d.endswith(kinds)] == []
+    return last
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_lora_run_whose_optimizer_has_the_trained_parameters_alone(
+    tied: bool, tmp_path: Path, fsdp: FsdpOracle
+) -> None:
+    last = _go_on_everywhere(fsdp, "oracle.lora_ranks:run", {"tied": tied}, tmp_path)
+    assert last.ranks[0]["trained"] < last.ranks[0]["parameters"]
+    # DCP of the same state, which torch loads on another number of ranks.
+    reshard.convert(last.save, tmp_path / "dcp", to="dcp", grammar="state-dict", progress=False)
+    found = named(whole(tmp_path / "dcp"))
+    wanted = load_file(last.out / "saved.safetensors")
+    kinds = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32": "model"}
+    trained = {key: kinds[key.partition("/")[0]] for key in wanted if key.partition("/")[0] in kinds}
+    assert len(trained) == 3 * last.ranks[0]["trained"]
+    for key, kind in trained.items():
+        assert torch.equal(found[f"{key.partition('/')[2]}/{kind}"], wanted[key]), key
 
 
 verl_is_needed = pytest.mark.skipif(

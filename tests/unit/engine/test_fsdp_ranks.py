@@ -263,6 +263,54 @@ def test_a_base_that_peft_froze_is_frozen(tmp_path: Path) -> None:
     assert "PEFT froze" in found.warnings[0]
 
 
+def _of_two_layers(width: int) -> Tensors:
+    """A LoRA run of two layers, whose optimizer has the adapter alone; each base weight has `width` columns."""
+    names = [f"base_model.model.{i}.{n}" for i in range(2) for n in ("base_layer", "lora_A.default", "lora_B.default")]
+    rows = {"base_layer": 6, "default": 2}
+    parameters = {
+        f"{n}.weight": (
+            numbers(100 * i, 6 if "lora_B" in n else rows[n.rpartition(".")[2]], 2 if "_B" in n else width),
+            ROWS,
+        )
+        for i, n in enumerate(names)
+    }
+    return Tensors(parameters, {}, {}, [[n for n in parameters if "lora_" in n]])
+
+
+def _numbered_alone(rank: int, item: str, value: dict[str, Any]) -> None:
+    """The optimizer numbers the parameters that it has."""
+    if item == "optim":
+        own = value["param_groups"][0]["params"]
+        value["state"] = {i: value["state"][number] for i, number in enumerate(own)}
+        value["param_groups"][0]["params"] = list(range(len(own)))
+
+
+def test_an_optimizer_of_the_adapter_alone_is_named_where_forms_leave_one_way(tmp_path: Path) -> None:
+    model = _of_two_layers(4)
+    save_verl(model, tmp_path / "in", World(), change=_numbered_alone)
+    found = read(tmp_path / "in")
+    assert [p.fqn for p in found.trained] == model.groups[0]
+    assert len(found.frozen) == 2
+    assert [a.question for a in found.assumed] == [Question.ORDER]
+
+
+def test_an_optimizer_of_the_adapter_alone_is_refused_where_forms_leave_several(tmp_path: Path) -> None:
+    """Base weights of the shape of an adapter's matrix: the fix names a file that is taken."""
+    model = _of_two_layers(2)
+    save_verl(model, tmp_path / "in", World(), change=_numbered_alone)
+    with pytest.raises(SourceError) as caught:
+        reshard.convert(tmp_path / "in", tmp_path / "none", to="universal", progress=False)
+    assert caught.value.code == "checkpoint.ambiguous"
+    assert "the optimizer numbers 4 parameters, and the model's files hold 6 parameters" in str(caught.value)
+    assert str(caught.value.fix).startswith("--param-order FILE")
+    order = tmp_path / "order.txt"
+    order.write_text("".join(f"{name}\n" for name in model.groups[0]))
+    reshard.convert(tmp_path / "in", tmp_path / "out" / "step", to="universal", param_order=str(order), progress=False)
+    found = read(tmp_path / "in", param_order=tuple(model.groups[0]))
+    assert [p.fqn for p in found.trained] == model.groups[0]
+    assert len(found.frozen) == 2
+
+
 def test_an_adapter_alone_is_named_by_its_states(tmp_path: Path) -> None:
     save_verl(_lora(alone=False), tmp_path / "in", World(), change=_adapter_alone)
     found = read(tmp_path / "in")

@@ -136,6 +136,12 @@ def in_models_order(
     return found if len(set(found)) == len(found) else None
 
 
+def of_these_forms(forms: Mapping[str, Form], wanted: Collection[Form | None]) -> dict[str, Form]:
+    """The tensors that numbers may be of: where each number has a form, those of these forms, else all of them."""
+    known = {*wanted}
+    return {name: form for name, form in forms.items() if None in known or form in known}
+
+
 def _starts(lengths: Sequence[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
@@ -226,6 +232,12 @@ def own_scheduler(keys: Sequence[str], optimizers: int, chosen: str | None) -> t
     return 0, (Undecided(Question.SCHEDULER, unclear, which),)
 
 
+def frozen_by_peft(trained: Collection[str], others: Collection[str]) -> tuple[str, ...]:
+    """The other parameters, which PEFT froze, if the trained ones are all parameters of an adapter; else none."""
+    of_adapter = {name for name in (*trained, *others) if any(part in f".{name}" for part in _ADAPTER)}
+    return tuple(others) if of_adapter and of_adapter == {*trained} else ()
+
+
 def split_base(
     members: Mapping[str, int], updated: Collection[str]
 ) -> tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]:
@@ -239,15 +251,14 @@ def split_base(
         The members that are left, those that PEFT froze, and the warnings that say so. Nothing is taken for frozen
         unless the adapter's parameters, all of them and no others, have states.
     """
-    adapter = {n: group for n, group in members.items() if any(part in f".{n}" for part in _ADAPTER)}
-    if not adapter or adapter.keys() != {*updated} or len(adapter) == len(members):
+    frozen = frozen_by_peft(updated, [n for n in members if n not in updated])
+    if not frozen:
         return {**members}, (), ()
-    frozen = tuple(n for n in members if n not in adapter)
     text = (
         f"the optimizer lists {counted(len(frozen), 'parameter')} of the base model that PEFT froze and that have no "
         "states; they are read as frozen"
     )
-    return adapter, frozen, (text,)
+    return {n: group for n, group in members.items() if n not in frozen}, frozen, (text,)
 
 
 # Which optimizer is which model's, where a save has several of them.

@@ -32,7 +32,15 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.dtensors import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import StoredNames, listed_parameters, plain_name
-from reshard_engine.formats.numbered import SAY_ORDER, Form, Unread, only_way, split_base
+from reshard_engine.formats.numbered import (
+    SAY_ORDER,
+    Form,
+    Unread,
+    frozen_by_peft,
+    of_these_forms,
+    only_way,
+    split_base,
+)
 from reshard_engine.formats.torch_archive import scalar_node
 from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensor, PTuple, kind_of, mapping_items, sequence_items
 from reshard_engine.pickles.trees import TensorsAt, compare_trees, foreign_paths
@@ -295,6 +303,8 @@ class _Reading:
         self._ranks, self._model, self._files, self._order = ranks, model, files, order
         self._shapes = {t.name: t.shape for t in model}
         self._forms = {t.name: t.form for t in model}
+        self._others: tuple[str, ...] = ()
+        """Tensors that may be parameters, but are none of this optimizer's, by the forms of its states."""
         self._stored = StoredNames({t.name: plain_name(t.name) for t in model})
         self._groups = groups
         self._members: dict[Key, int] = {}
@@ -361,18 +371,20 @@ class _Reading:
     def _candidates(self, forms: Mapping[Key, Form] | None = None) -> tuple[list[str], dict[str, str]]:
         """The model's parameters in order, and ties by equal elements that the count of numbers asks for.
 
-        Where a mesh shards tensors, parameters are what it shards: FSDP shards each of them. A whole tensor of complex
-        numbers, such as a table of rotations, is no parameter if all numbers have states, none of which are its own.
+        Where a mesh shards tensors, parameters are what it shards: FSDP shards each of them. Of more parameters than
+        there are numbers, such as those of a model with an adapter, those of other forms than the states are not its.
 
         Args:
             forms: The forms of the numbers that have states.
         """
         any_sharded = any(t.sharded for t in self._model)
-        known = {*forms.values()} if forms is not None and len(forms) == len(self._members) else None
         names = [t for t in self._model if not t.twin and (t.sharded or not any_sharded)]
-        names = [t for t in names if t.sharded or not t.complex or known is None or t.form in known]
         if len(names) <= len(self._members):
             return [t.name for t in names], {}
+        if forms is not None:
+            own = of_these_forms({t.name: t.form for t in names}, [forms.get(key) for key in self._members])
+            self._others = tuple(t.name for t in names if t.name not in own)
+            names = [t for t in names if t.name in own]
         ties = {t.name: t.equal for t in names if t.equal}
         if len(names) - len(ties) == len(self._members):
             return [t.name for t in names if t.name not in ties], ties
@@ -386,7 +398,7 @@ class _Reading:
             lengths: The number of elements of numbers that have slices, in place of forms.
         """
         names, ties = self._candidates(forms if lengths is None else None)
-        parameters, keys, own = {*names}, sorted(self._members, key=int), self._own_names()
+        parameters, keys, own = [*names, *self._others], sorted(self._members, key=int), self._own_names()
         if told := own or self._told(keys, names, forms if lengths is None else None):
             names, ties = list(map(self._named, told)), {}
         elif len(names) != len(keys):
@@ -394,7 +406,7 @@ class _Reading:
                 return adapter
             text = (
                 f"the optimizer numbers {counted(len(keys), 'parameter')}, and the model's files hold "
-                f"{counted(len(names), 'parameter')}"
+                f"{counted(len(parameters), 'parameter')}"
             )
             raise Unread(text, f"{SAY_ORDER}; {_WEIGHTS}")
         elif len(self._groups) > 1 and self._order is not ParamOrder.MODEL:
@@ -418,7 +430,8 @@ class _Reading:
                     raise RequestError("request.invalid", f"--param-order: {text}", fix=SAY_ORDER)
                 raise Unread(f"{text}: the numbers do not count the model's parameters in order", SAY_ORDER)
         self._found.ties = ties
-        self._found.counts_all = {*names} == parameters
+        self._found.counts_all = {*names} == {*parameters}
+        self._found.frozen = frozen_by_peft(names, [n for n in parameters if n not in names])
         have_forms = len(forms if lengths is None else lengths) == len(keys)
         if not own and self._order is None and not (have_forms and self._proven(names)):
             if not self._of_model:
@@ -530,7 +543,8 @@ class _Reading:
     def _freeze_base(self) -> None:
         found = self._found
         updated = [n for n in found.members if found.states.get(n) or found.scalars.get(n)]
-        found.members, found.frozen, found.warnings = split_base(found.members, updated)
+        found.members, frozen, found.warnings = split_base(found.members, updated)
+        found.frozen += frozen
 
     # FSDP1: slices of flattened parameters.
 

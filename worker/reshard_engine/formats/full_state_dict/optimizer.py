@@ -37,6 +37,7 @@ from reshard_engine.formats.numbered import (
     Shape,
     Unread,
     in_models_order,
+    of_these_forms,
     only_way,
     split_base,
 )
@@ -295,8 +296,7 @@ class _Reading:
 
         Second names of equal elements stay out where the count of numbers asks for that.
         """
-        held = {*wanted.values()}
-        forms = {n: f for n, f in self._model.forms.items() if None in held or f in held}
+        forms = of_these_forms(self._model.forms, wanted.values())
         ties = {a: o for a, o in self._model.equal.items() if a in forms}
         if len(forms) > len(wanted) and len(forms) - len(ties) == len(wanted):
             self._found.ties = ties
