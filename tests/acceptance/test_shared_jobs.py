@@ -26,7 +26,8 @@ PARAMETERS = [(f"layer.{n}.weight", (512, 513)) for n in range(24)] + [("embed.w
 PART_BYTES = 5 << 20
 OPTIONS = {"to": TargetFormat.SAFETENSORS, "part_bytes": PART_BYTES, "threads": 1}
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
+"""Of a test with its teardown, which ends three workers and their stores on a busy machine."""
 
 
 source = zero_source(PARAMETERS, stage=2)

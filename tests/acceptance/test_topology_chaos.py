@@ -61,15 +61,17 @@ class Site:
     draw: random.Random
     workers: list[ServerProcess] = field(default_factory=list[ServerProcess])
     done: Counter[str] = field(default_factory=Counter[str])
+    due: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
 
     def start_worker(self) -> None:
         self.workers.append(self.stack.start_worker(self.s3.env(self.proxy.endpoint)))
 
     def strike(self) -> None:
-        """One fault, drawn by chance."""
-        fault = self.draw.choice(
-            (self.kill, self.kill, self.stop, self.pause, self.forget, self.no_database, self.hang)
-        )
+        """The next fault: all of them come in an order that is drawn, and then again in another order."""
+        if not self.due:
+            self.due = [self.kill, self.kill, self.stop, self.pause, self.forget, self.no_database, self.hang]
+            self.draw.shuffle(self.due)
+        fault = self.due.pop()
         fault()
         self.done[fault.__name__] += 1
 

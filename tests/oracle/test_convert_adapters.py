@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import BartForConditionalGeneration
 
@@ -249,3 +249,35 @@ def test_what_is_no_lora_run_is_refused(trained: TrainedFactory, run: Run, tmp_p
         convert(source, tmp_path / "a", "safetensors", lora_alpha=1)
     assert caught.value.code == "request.invalid"
     assert not (tmp_path / "a").exists()
+
+
+class _Attention(torch.nn.Module):
+    """Two adapted layers, `layers.0.q_proj` and `layers.0.v_proj`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("q_proj", "v_proj")})
+        self.layers = torch.nn.ModuleList([inner])
+
+
+@pytest.mark.parametrize(("modules", "loaded"), [(["layers.0.q_proj", "v_proj"], 2), (["q_proj", "_proj"], 1)])
+def test_a_configuration_names_what_peft_loads(modules: list[str], loaded: int, tmp_path: Path) -> None:
+    """PEFT leaves the factors of a module that `target_modules` do not name out, and says nothing."""
+    adapted = get_peft_model(_Attention(), LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+    factors = {n: p.data.fill_(1.0) for n, p in adapted.named_parameters() if "lora_B" in n}
+    assert len(factors) == 2
+    adapted.save_pretrained(tmp_path / "own")
+    config = json.loads((tmp_path / "own" / "adapter_config.json").read_bytes()) | {"target_modules": modules}
+    (tmp_path / "own" / "adapter_config.json").write_text(json.dumps(config))
+    torch.save({"model": adapted.state_dict()}, tmp_path / "run.pt")
+    again = PeftModel.from_pretrained(_Attention(), tmp_path / "own")
+    assert sum(bool(p.sum()) for n, p in again.named_parameters() if "lora_B" in n) == loaded
+    options: dict[str, Any] = {"to": "peft", "model_files": str(tmp_path / "own"), "progress": False}
+    if loaded < len(factors):
+        with pytest.raises(ReshardError) as caught:
+            reshard.convert(tmp_path / "run.pt", tmp_path / "out", **options)
+        assert (caught.value.code, "layers.0.v_proj" in caught.value.message) == ("request.unsatisfiable", True)
+        return
+    reshard.convert(tmp_path / "run.pt", tmp_path / "out", **options)
+    again = PeftModel.from_pretrained(_Attention(), tmp_path / "out")
+    assert all(torch.equal(p, factors[n]) for n, p in again.named_parameters() if "lora_B" in n)

@@ -168,7 +168,7 @@ def test_an_adapter_and_its_configuration_agree(modules: Any, tmp_path: Path) ->
 
 
 def test_an_adapter_of_another_configuration_is_refused(tmp_path: Path) -> None:
-    """PEFT would load the factors of one module of two, and leave the others out with a warning."""
+    """PEFT would load the factors of one module of two without a word (`tests/oracle/test_convert_adapters.py`)."""
     source = _adapter(tmp_path / "in", ["q_proj", "_proj"])
     options: dict[str, Any] = {"to": "peft", "model_files": str(source), "progress": False}
     error = raised(RequestError, reshard.convert, source / "run.pt", tmp_path / "out", **options)
