@@ -23,6 +23,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import NO_CHOICES, Format, Reader, ReadOptions, refuse_choices
 from reshard_engine.formats.model_weights import with_placeholders_named, without_wrappers
 from reshard_engine.formats.registry import formats, known_files, refuse_keys
+from reshard_engine.formats.weight_files import optimizers_among, unread_optimizers
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
@@ -175,10 +176,14 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
     known = _tag_fix(below, listing) or _below_fix(location, below, listing)
     if not known and (single := _only_file(location, listing)) is not None:
         return single
+    # A script that saves each model into a directory of its own leaves the optimizer at the top (Accelerate's hooks).
+    optimizers = (
+        unread_optimizers(optimizers_among(listing.by_name), "these directories") if listing.directories else ""
+    )
     raise SourceError(
         "source.unknown_kind",
         f"{printable(location.url)} holds no checkpoint of a known kind ({counted(len(listing.files), 'file')}, "
-        f"directories: {_some(listing.directories)}){below.passed}",
+        f"directories: {_some(listing.directories)}){below.passed}{optimizers and f'; {optimizers}'}",
         fix=known or _of_ranks(listing) or "name the directory that holds `latest`, the rank files or the weights",
         details=details,
     )
@@ -434,7 +439,7 @@ def _below_fix(location: Location, below: _Below, listing: Listing) -> str:
                 found[path] = pointed or (known is not None and known.format.of_training)
             deeper += [f"{path}/{name}" for name in inside.directories if not name.startswith(".")]
         if found:
-            return _named_below(location, sorted(found, key=lambda path: not found[path]))
+            return _named_below(location, sorted(found, key=lambda path: (not found[path], _newest_first(path))))
         for child, inside in looked.values():
             if (other := unsupported_kind(child, inside)) is not None:
                 raise other
@@ -451,6 +456,11 @@ def _named_below(location: Location, paths: list[str]) -> str:
 def _by_number(path: str) -> list[tuple[int, str]]:
     """A key that orders names as people do: `checkpoint-9` comes before `checkpoint-10`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,18})", path)]
+
+
+def _newest_first(path: str) -> list[tuple[bool, int, str]]:
+    """A key that orders names as `_by_number` does, but the highest number first: `unet` comes before `unet_ema`."""
+    return [(number < 0, -number, text) for number, text in _by_number(path)]
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:

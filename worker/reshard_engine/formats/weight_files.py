@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
-from reshard.errors import SourceError, counted, listed, printable
+from reshard.errors import ReshardError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.containers.safetensors import open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
@@ -20,7 +21,7 @@ from reshard_engine.pickles.nodes import Node, PTensor, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import is_extra_state
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import Listing, ObjectInfo, Store, read_bytes
+from reshard_engine.storage.protocol import Listing, ObjectInfo, Store, parent_and_name, read_bytes
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 from reshard_engine.tensors.layout import MAX_NAME_BYTES
 from reshard_engine.tensors.shard_map import ShardMapBuilder
@@ -33,6 +34,8 @@ from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 _SHARD = re.compile(r"(?P<stem>.+)-[0-9]{5,6}-of-[0-9]{5,6}")
 _INDEX = ".index.json"
+_DIFFUSERS = "diffusion_pytorch_model"
+"""The stem of a model's weights under diffusers."""
 _OPTIMIZER = re.compile(r"optimizer(_[0-9]+)?(_rank[0-9]+)?\.(bin|pt)")
 
 
@@ -54,8 +57,7 @@ class WeightFiles:
     def no_optimizer(self) -> str:
         """The reason why the weights come without optimizer states, a part of a sentence."""
         if self.optimizers:
-            are = "lies beside the weights and is" if len(self.optimizers) == 1 else "lie beside the weights and are"
-            return f"{listed(self.optimizers)} {are} not read yet"
+            return unread_optimizers(self.optimizers, "the weights")
         return "the Trainer saved the weights alone, as with save_only_model" if self.trainers else ""
 
     @property
@@ -101,6 +103,22 @@ class WeightFiles:
         )
 
 
+def optimizers_among(names: Iterable[str]) -> tuple[str, ...]:
+    """The names of files of optimizer states."""
+    return tuple(sorted(n for n in names if _OPTIMIZER.fullmatch(n)))
+
+
+def unread_optimizers(names: Sequence[str], where: str) -> str:
+    """A statement that files of optimizer states are not read; empty if there are none.
+
+    Args:
+        names: The files.
+        where: What they lie beside.
+    """
+    are = f"lies beside {where} and is" if len(names) == 1 else f"lie beside {where} and are"
+    return f"{listed(names)} {are} not read yet" if names else ""
+
+
 def weight_files(listing: Listing, suffix: str, stems: re.Pattern[str]) -> WeightFiles:
     """The weights files of a directory that end with `suffix` and whose stem matches."""
     named: dict[str, ObjectInfo] = {}
@@ -112,8 +130,7 @@ def weight_files(listing: Listing, suffix: str, stems: re.Pattern[str]) -> Weigh
         shard = _SHARD.fullmatch(stem)
         if table is not None and stems.fullmatch(shard["stem"] if shard else stem):
             table[name] = info
-    optimizers = tuple(sorted(n for n in names if _OPTIMIZER.fullmatch(n)))
-    return WeightFiles(suffix, named, indexes, optimizers, trainers=TRAINER_STATE in names)
+    return WeightFiles(suffix, named, indexes, optimizers_among(names), trainers=TRAINER_STATE in names)
 
 
 def stem_of_index(name: str, suffix: str) -> str:
@@ -275,6 +292,21 @@ def open_weights(
     return OpenedWeights(shards, shared, rest, index)
 
 
+def _optimizers_above(location: Location, files: WeightFiles) -> str:
+    """A statement that the optimizer of a diffusers script is not read, which Accelerate saves one directory up.
+
+    Source: accelerate 1.15.0 `accelerator.py` (`register_save_state_pre_hook`), with which the training scripts of
+    diffusers save each model into a directory of its own.
+    """
+    parent = parent_and_name(location.path)[0]
+    if files.optimizers or not parent or not any(n.startswith(_DIFFUSERS) for n in (*files.named, *files.indexes)):
+        return ""
+    with suppress(ReshardError):  # a service may not show the directory around its roots
+        names = optimizers_among(location.store.list_directory(parent).by_name)
+        return unread_optimizers(names, "the directory of the weights")
+    return ""
+
+
 def read_weights(
     location: Location,
     files: WeightFiles,
@@ -308,6 +340,7 @@ def read_weights(
     shard_map = builder.build()
     noted = NotCarriedKeys()
     noted.add_all((f"__metadata__.{k}" for k in opened.rest), METADATA)
+    above = _optimizers_above(location, files)
     for name in files.optimizers:
         noted.add(name, "a file of optimizer states, which is not read yet", file=name)
     return Checkpoint(
@@ -322,11 +355,14 @@ def read_weights(
         buffers=(),
         shared=opened.shared,
         optimizer=None,
-        no_optimizer=files.no_optimizer,
+        no_optimizer=files.no_optimizer or above,
         extra_states=extra_states,
         not_carried=noted.found(),
         foreign_globals=tuple(sorted(options.ledger.foreign)),
-        warnings=tuple(_warnings(opened.rest, opened.index, shard_map.read_bytes_of(range(len(parameters))))),
+        warnings=(
+            *([above] if above else []),
+            *_warnings(opened.rest, opened.index, shard_map.read_bytes_of(range(len(parameters)))),
+        ),
     )
 
 
