@@ -17,7 +17,7 @@ _CLIENT = "client:"
 
 def is_trainable(bits: Bits) -> bool:
     """True for the element types of which torch computes gradients."""
-    return BY_NAME[bits.dtype].floating or bits.dtype.startswith("complex")
+    return BY_NAME[bits.dtype].trainable
 
 
 def as_run(state: LogicalState, layout: Layout) -> LogicalState:

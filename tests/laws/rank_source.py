@@ -107,7 +107,7 @@ def _kept(state: LogicalState, model: Mapping[str, Any], *, numbers: bool) -> Lo
 
 
 def _is_taken_for_buffer(bits: Bits, beside_shards: bool) -> bool:
-    return beside_shards or not BY_NAME[bits.dtype].floating
+    return beside_shards or not BY_NAME[bits.dtype].trainable
 
 
 @st.composite
@@ -149,7 +149,7 @@ def _numbered(state: LogicalState) -> LogicalState:
     gone = {p.fqn for p in state.parameters if p.fqn not in kept}
     aliases = {a: o for a, o in state.aliases.items() if o in kept and state.parameter(o).weight is not None}
     if not any(p.shape for p in state.trained):  # nothing is cut, so that nothing tells a buffer
-        gone |= {n for n, b in state.buffers.items() if BY_NAME[b.dtype].floating}
+        gone |= {n for n, b in state.buffers.items() if BY_NAME[b.dtype].trainable}
     gone |= state.aliases.keys() - aliases.keys()
     aliases = {a: o for a, o in aliases.items() if (w := state.parameter(o).weight) is not None and w.numel}
     return replace(

@@ -137,8 +137,8 @@ class _Run:
         trained = {p.fqn: p for p in state.trained}
         ties = {a: o for a, o in state.aliases.items() if self._bits(o).numel}
         loose = [n for n in state.order if n not in trained and n not in ties]
-        floats = [n for n in loose if n in state.buffers and BY_NAME[self._bits(n).dtype].floating]
-        buffers = {n: self._bits(n) for n in loose if n in floats or not BY_NAME[self._bits(n).dtype].floating}
+        floats = [n for n in loose if n in state.buffers and BY_NAME[self._bits(n).dtype].trainable]
+        buffers = {n: self._bits(n) for n in loose if n in floats or not BY_NAME[self._bits(n).dtype].trainable}
         parameters = [
             trained.get(n) or LogicalParameter(n, self._bits(n).shape, None, self._bits(n), {})
             for n in state.order
