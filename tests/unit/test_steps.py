@@ -171,6 +171,22 @@ def test_a_run_is_listed_by_step(tmp_path: Path) -> None:
     assert listed.others == ("runs",)
 
 
+def test_placeholders_of_zero3_are_not_complete(tmp_path: Path) -> None:
+    """`ls` shows them, and `prune` keeps what may be all that is there."""
+    run = run_of(tmp_path / "run", 1, 2)
+    empty = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in ("a", "b")}
+    header = json.dumps(empty).encode()
+    (run / "checkpoint-1" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    code, out, _ = command("ls", str(run))
+    assert code == 0
+    assert "checkpoint.incomplete" in out.splitlines()[1]
+    listed = load_engine().steps(str(run))
+    assert "2 of 2 parameters have the shape [0]" in listed.steps[0].detail
+    assert [(s.step, s.complete) for s in listed.steps] == [(1, False), (2, True)]
+    pruned(run, "--keep-last", "1", "--yes")
+    assert there(run) == [1, 2]
+
+
 def test_steps_of_a_checkpoint_come_before_numbers_of_names(tmp_path: Path) -> None:
     """Three epochs of a run that counts steps: the weights beside them say no step, and their names count epochs."""
     shutil.copytree(DATA / "zero2_tiny" / "global_step3", tmp_path / "run" / "epoch7")

@@ -65,6 +65,8 @@ Source: peft 0.21.2 `tuners/tuners_utils.py` (`_mark_only_adapters_as_trainable`
 
 SAY_ORDER = "--param-order FILE with the names of all parameters in the optimizer's order, one a line"
 """The end of every fix where nothing tells the names of an optimizer's numbers."""
+WEIGHTS_ALONE = "the weights alone can be had: --to safetensors"
+"""The end of every fix where an optimizer stays unread."""
 
 
 class Unread(Exception):  # noqa: N818 - the optimizer stays unread, which is no error of the source

@@ -34,6 +34,7 @@ from reshard_engine.formats.dtensors import Held, RankFile, Shape
 from reshard_engine.formats.model_weights import StoredNames, listed_parameters, plain_name
 from reshard_engine.formats.numbered import (
     SAY_ORDER,
+    WEIGHTS_ALONE,
     Form,
     Unread,
     frozen_by_peft,
@@ -54,7 +55,6 @@ Key = str | int
 PARAMS, _NAMES = "params", "param_names"
 STEP = "step"
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
-_WEIGHTS = "the weights alone can be had: --to safetensors"
 _WEIGHTS_OF_OLDER = "remove it from the param groups before the save, or name the directory of an older save"
 _MOST_ELEMENTS = 64
 """The most elements of a tensor among hyper-parameters: a learning rate, or a pair of betas."""
@@ -333,7 +333,7 @@ class _Reading:
     def read(self) -> ReadOptimizer:
         if odd := {n: k for r in self._ranks for n, k in r.odd.items()}:
             said = listed([f"{printable(n)} ({k})" for n, k in odd.items()])
-            raise Unread(f"the optimizer keeps states that are neither tensors nor numbers: {said}", _WEIGHTS)
+            raise Unread(f"the optimizer keeps states that are neither tensors nor numbers: {said}", WEIGHTS_ALONE)
         if self._numbered and sorted(k for k in self._members if type(k) is int) != list(range(len(self._members))):
             raise SourceError("checkpoint.malformed", "the numbers of the optimizer's parameters leave gaps")
         if not self._numbered:
@@ -363,7 +363,7 @@ class _Reading:
             shapes = {h.shape for h in states}
             if len(shapes) > 1:
                 text = f"number {key} has states of the shapes {listed(list(map(str, sorted(shapes))))}"
-                raise Unread(f"the optimizer keeps states of several shapes: {text}", _WEIGHTS, Question.OPTIMIZER)
+                raise Unread(f"the optimizer keeps states of several shapes: {text}", WEIGHTS_ALONE, Question.OPTIMIZER)
             if (form := Form.of_states([Form(h.shape, h.dtype.complex) for h in states])) is not None:
                 found[key] = form
         return found
@@ -408,7 +408,7 @@ class _Reading:
                 f"the optimizer numbers {counted(len(keys), 'parameter')}, and the model's files hold "
                 f"{counted(len(parameters), 'parameter')}"
             )
-            raise Unread(text, f"{SAY_ORDER}; {_WEIGHTS}")
+            raise Unread(text, f"{SAY_ORDER}; {WEIGHTS_ALONE}")
         elif len(self._groups) > 1 and self._order is not ParamOrder.MODEL:
             text = (
                 f"the optimizer numbers its {counted(len(keys), 'parameter')} over {len(self._groups)} param groups, "
@@ -520,7 +520,7 @@ class _Reading:
                         f"the optimizer's state {printable(state)} of {printable(name)} is {boxes[0].shape}, and the "
                         f"parameter is {self._shapes[name]}"
                     )
-                    raise Unread(text, _WEIGHTS, Question.OPTIMIZER)
+                    raise Unread(text, WEIGHTS_ALONE, Question.OPTIMIZER)
         if self._numbered:
             self._freeze_base()
         return found
@@ -537,7 +537,7 @@ class _Reading:
             )
         scalar = first.scalar()
         if scalar is None:
-            raise Unread(f"the optimizer's {printable(state)} of {printable(name)} is no plain number", _WEIGHTS)
+            raise Unread(f"the optimizer's {printable(state)} of {printable(name)} is no plain number", WEIGHTS_ALONE)
         self._found.scalars.setdefault(name, {})[state] = scalar
 
     def _freeze_base(self) -> None:
@@ -559,7 +559,7 @@ class _Reading:
             raise Unread(
                 "the optimizer keeps slices of FSDP1, and the model's mesh does not shard over all ranks in their "
                 "order (HYBRID_SHARD)",
-                f"save with FSDP2 (strategy fsdp2 of verl); {_WEIGHTS}",
+                f"save with FSDP2 (strategy fsdp2 of verl); {WEIGHTS_ALONE}",
                 Question.OPTIMIZER,
             )
         names, _ = self._candidates()
@@ -654,11 +654,11 @@ class _Reading:
             )
             raise Unread(
                 text,
-                f"save with use_orig_params=True or with FSDP2 (strategy fsdp2 of verl); {_WEIGHTS}",
+                f"save with use_orig_params=True or with FSDP2 (strategy fsdp2 of verl); {WEIGHTS_ALONE}",
                 Question.OPTIMIZER,
             )
         if len(self._groups) > 1:
-            raise Unread("the optimizer groups flat parameters of FSDP1", _WEIGHTS, Question.OPTIMIZER)
+            raise Unread("the optimizer groups flat parameters of FSDP1", WEIGHTS_ALONE, Question.OPTIMIZER)
         self._found.counts_all = True
         self._found.units = tuple(map(tuple, units))
         for key, unit in zip(keys, units, strict=True):

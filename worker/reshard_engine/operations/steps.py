@@ -20,11 +20,12 @@ from urllib.parse import quote, unquote
 
 from pydantic import ValidationError
 
-from reshard.choices import OpaquePolicy
+from reshard.choices import EmptyWeights, OpaquePolicy
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models.reports import PruneDecision, PrunePolicy, PruneReport, RunListing, RunStep
 from reshard.wire_model import WireModel
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.model_weights import refuse_placeholders
 from reshard_engine.formats.registry import known_files
 from reshard_engine.formats.sources import (
     Found,
@@ -206,6 +207,7 @@ def _step(run: Location, around: _Surroundings, sizes: Mapping[str, tuple[int, i
         if _is_run(place, name, found):
             return None
         read = read_checkpoint(place, None, OpaqueLedger(OpaquePolicy.KEEP))
+        refuse_placeholders(read, EmptyWeights.REFUSE, lambda: "")
     except (SourceError, RequestError) as error:
         if error.code in _NOT_ONE_CHECKPOINT:
             return None

@@ -44,7 +44,7 @@ from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.formats.deepspeed.rank_files import BASE_KEYS, ModelStates, named_states, read_scalar
 from reshard_engine.formats.deepspeed.zero12 import Partition, add_flat_group
 from reshard_engine.formats.model_weights import StoredNames, plain_name
-from reshard_engine.formats.numbered import SAY_ORDER, Unread
+from reshard_engine.formats.numbered import SAY_ORDER, WEIGHTS_ALONE, Unread
 from reshard_engine.pickles.nodes import Node, PList, PRuns, PTensor, mapping_items, mapping_of, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
@@ -53,7 +53,6 @@ from reshard_engine.tensors.shard_map import ShardMapBuilder
 # Names for the optimizer's numbered parameters: by the user's list, or by the only assignment in the model's order.
 
 _MANY = 2
-_WEIGHTS = "the weights alone can be had: --to safetensors"
 _LIST = "list each parameter of the optimizer once, in its order"
 _MAX_STATES = 20_000
 _Path: TypeAlias = Any  # None, or (path before, choice): shared tails keep it linear
@@ -332,13 +331,13 @@ def _unread(numbered: str, order: ParamOrder | None, *, listable: bool, by_model
     """
     text = f"stage 0 stores no names for optimizer states: the optimizer numbers its {numbered}, and "
     if not listable:
-        return Unread(f"{text}the model has no parameters of their shapes", _WEIGHTS, Question.OPTIMIZER)
+        return Unread(f"{text}the model has no parameters of their shapes", WEIGHTS_ALONE, Question.OPTIMIZER)
     if order is not None:
         reason = f"in the order of --param-order {order} their shapes leave no way, or several, to name them"
     else:
         reason = "nothing says which parameter has which number"
     model = "--param-order model if the groups take the model's parameters one after another, or " if by_model else ""
-    return Unread(f"{text}{reason}", f"{model}{SAY_ORDER}; {_WEIGHTS}; ZeRO stage 1 stores names")
+    return Unread(f"{text}{reason}", f"{model}{SAY_ORDER}; {WEIGHTS_ALONE}; ZeRO stage 1 stores names")
 
 
 def _named(

@@ -41,7 +41,6 @@ from reshard_engine.formats.full_state_dict.files import (
     single_names,
 )
 from reshard_engine.formats.full_state_dict.optimizer import (
-    WEIGHTS,
     ModelOrder,
     ReadOptimizer,
     read_optimizer,
@@ -55,7 +54,7 @@ from reshard_engine.formats.model_weights import (
     said_buffers,
     which_are_buffers,
 )
-from reshard_engine.formats.numbered import is_optimizer, own_scheduler
+from reshard_engine.formats.numbered import WEIGHTS_ALONE, is_optimizer, own_scheduler
 from reshard_engine.formats.trainer_files import TrainerFacts, full_pair
 from reshard_engine.pickles.nodes import Node, mapping_items, mapping_of
 from reshard_engine.storage.locations import Location
@@ -319,7 +318,7 @@ class _Assembly:
             by_model=opened.by_model,
         )
         if opened.names_alone and (text := _of_other_names(opened.optimizer, shapes)):
-            return unread_optimizer(text, f"{_TUNE_NAMES}; {WEIGHTS}", Question.OPTIMIZER)
+            return unread_optimizer(text, f"{_TUNE_NAMES}; {WEIGHTS_ALONE}", Question.OPTIMIZER)
         held = opened.optimizer
         return read_optimizer(held.node, held.parsed, held.what, model, self._options.choices.param_order)
 

@@ -33,6 +33,7 @@ from reshard_engine.formats.numbered import (
     PARAMS,
     SAY_ORDER,
     STATE,
+    WEIGHTS_ALONE,
     Form,
     Shape,
     Unread,
@@ -51,7 +52,6 @@ Key = str | int
 """The optimizer's key of a parameter: its name, or its number."""
 _NAMES = "param_names"
 _STEP = "step"
-WEIGHTS = "the weights alone can be had: --to safetensors"
 _OTHER_SAVE = "the files are of different saves: copy those of one save"
 
 
@@ -188,7 +188,7 @@ class _Reading:
         kinds = {str(n): kind_of(v) for s in self._states.values() for n, v in s.items() if not _is_value(v)}
         if kinds:
             said = listed([f"{printable(name)} ({kind})" for name, kind in kinds.items()])
-            raise Unread(f"the optimizer keeps states that are neither tensors nor numbers: {said}", WEIGHTS)
+            raise Unread(f"the optimizer keeps states that are neither tensors nor numbers: {said}", WEIGHTS_ALONE)
         numbers = sorted(k for k in self._members if type(k) is int)
         if numbers and numbers != list(range(len(numbers))):
             raise SourceError("checkpoint.malformed", "the numbers of the optimizer's parameters leave gaps")
@@ -219,7 +219,7 @@ class _Reading:
         shapes = {form.shape for form in forms} - {()}
         if len(shapes) > 1:
             text = f"number {number} has states of the shapes {listed(list(map(str, sorted(shapes))))}"
-            raise Unread(f"the optimizer keeps states of several shapes: {text}", WEIGHTS, Question.OPTIMIZER)
+            raise Unread(f"the optimizer keeps states of several shapes: {text}", WEIGHTS_ALONE, Question.OPTIMIZER)
         # The states of a parameter without dimensions have none.
         return Form.of_states([form for form in forms if form.shape in shapes] if shapes else forms)
 
@@ -275,7 +275,7 @@ class _Reading:
         if text := self._misfit(found, wanted):
             if isinstance(self._order, tuple):
                 raise RequestError("request.invalid", f"--param-order: {text}", fix=SAY_ORDER)
-            raise Unread(text, f"{SAY_ORDER}; {WEIGHTS}")
+            raise Unread(text, f"{SAY_ORDER}; {WEIGHTS_ALONE}")
 
     def _in_order(self, numbers: Sequence[int], wanted: Mapping[int, Form | None]) -> list[str]:
         """The names in the order of numbers, proven by shapes, or in an order that the files or the user say."""
@@ -288,7 +288,7 @@ class _Reading:
                 return found
             reason = "their shapes leave no way, or several, to name them" if self._model.known else _SORTED
             text = f"the optimizer numbers its {counted(len(numbers), 'parameter')}, and in the order of --param-order "
-            raise Unread(f"{text}{self._order} {reason}", f"{SAY_ORDER}; {WEIGHTS}")
+            raise Unread(f"{text}{self._order} {reason}", f"{SAY_ORDER}; {WEIGHTS_ALONE}")
         return self._likely(numbers, wanted, forms)
 
     def _candidates(self, wanted: Mapping[int, Form | None]) -> dict[str, Form]:
@@ -329,7 +329,7 @@ class _Reading:
             ways = self._ways(numbers, wanted, forms)
             # The files do not tell buffers from parameters: those that the user names are no candidates.
             ways += "--buffers NAME,… if some of them are buffers, or " if len(forms) > len(numbers) else ""
-            raise Unread(f"{number_of}, and the model's files hold {held}", f"{ways}{SAY_ORDER}; {WEIGHTS}")
+            raise Unread(f"{number_of}, and the model's files hold {held}", f"{ways}{SAY_ORDER}; {WEIGHTS_ALONE}")
         if model.known and (len(self._groups) == 1 or (model.by_model and not native)):
             if text := self._misfit(in_order, wanted):
                 raise Unread(f"{text}: the numbers do not count the model's parameters in order", SAY_ORDER)
@@ -346,7 +346,7 @@ class _Reading:
             text = "the optimizer numbers its parameters, and their shapes alone do not tell which is which"
         if not model.known:
             text = f"{text}: {_SORTED}"
-        raise Unread(text, f"{ways}{SAY_ORDER}; {WEIGHTS}")
+        raise Unread(text, f"{ways}{SAY_ORDER}; {WEIGHTS_ALONE}")
 
     def _ways(self, numbers: Sequence[int], wanted: Mapping[int, Form | None], forms: Mapping[str, Form]) -> str:
         """The orders that leave one way, each with the words in which it is right; a part of a fix."""
@@ -373,7 +373,7 @@ class _Reading:
                         raise Unread(
                             f"the optimizer's state {printable(text)} of {printable(name)} is {value.shape}, and the "
                             f"parameter is {shape}",
-                            WEIGHTS,
+                            WEIGHTS_ALONE,
                             Question.OPTIMIZER,
                         )
                     found.states.setdefault(name, {})[text] = value
@@ -386,7 +386,7 @@ class _Reading:
         raw = self._parsed.read_scalar_bytes(value)
         scalar = Scalar.of_element(raw, BY_NAME[value.dtype], value.shape)
         if scalar is None:
-            raise Unread(f"the optimizer's {printable(state)} of {printable(name)} is no plain number", WEIGHTS)
+            raise Unread(f"the optimizer's {printable(state)} of {printable(name)} is no plain number", WEIGHTS_ALONE)
         return scalar
 
     def _freeze_base(self) -> None:

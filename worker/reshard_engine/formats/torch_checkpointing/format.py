@@ -28,7 +28,7 @@ from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.dtensors import WHOLE, Held, Part, RankFile, placed
 from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
 from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
-from reshard_engine.formats.numbered import Several, own_scheduler, shape_of
+from reshard_engine.formats.numbered import WEIGHTS_ALONE, Several, own_scheduler, shape_of
 from reshard_engine.formats.rank_optimizer import PARAMS, RankStates, ReadOptimizer, read_optimizer, states_of_rank
 from reshard_engine.formats.rank_states import (
     ModelOfRanks,
@@ -260,7 +260,7 @@ class _Assembly:
         pair = several.chosen(choices)
         if not optimizers and OPTIMIZER in items:
             text = f"the item {OPTIMIZER} is {kind_of(self._first[OPTIMIZER].node)} without `{STATE}` and `{GROUPS}`"
-            fix = "save optimizer.state_dict(), or the weights alone can be had: --to safetensors"
+            fix = f"save optimizer.state_dict(), or {WEIGHTS_ALONE}"
             return items[pair.model], None, (*pair.undecided, Undecided(Question.OPTIMIZER, text, fix))
         return items[pair.model], None if pair.optimizer is None else items[pair.optimizer], pair.undecided
 
