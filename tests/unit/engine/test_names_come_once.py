@@ -12,7 +12,7 @@ import pytest
 
 from house.repository import ROOT
 from reshard.choices import OpaquePolicy, TargetFormat
-from reshard.errors import IntegrityError, SourceError
+from reshard.errors import IntegrityError, JobError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
@@ -20,6 +20,7 @@ from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats.model_weights import weights_of
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.formats.weights import writer
+from reshard_engine.formats.weights.format import Weights
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 from reshard_engine.tensors.dtypes import FLOAT32
@@ -55,8 +56,11 @@ def test_a_checkpoint_refuses_a_name_that_comes_twice(tmp_path: Path) -> None:
         weights_of(renamed, _request(tmp_path))
 
 
-def test_a_header_that_no_reader_takes_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of the layout itself: what stands on the disk is read as its readers do, before the commit."""
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_header_that_no_reader_takes_is_not_published(
+    planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the layout itself: what is planned, and what stands on the disk, is read as its readers do."""
 
     def twice(tensors: Any, metadata: Any) -> FileTemplate:
         template = safetensors_template(tensors, metadata)
@@ -66,7 +70,9 @@ def test_a_header_that_no_reader_takes_is_not_published(tmp_path: Path, monkeypa
         return replace(template, literals=((offset, head.replace(f'"{one}"'.encode(), f'"{other}"'.encode())),))
 
     monkeypatch.setattr(writer, "safetensors_template", twice)
-    with pytest.raises(IntegrityError, match="twice") as caught:
+    if not planned:
+        monkeypatch.setattr(Weights, "check_names", lambda *_: None)
+    with pytest.raises(JobError if planned else IntegrityError, match="twice") as caught:
         load_engine().convert(_request(tmp_path / "out"))
-    assert caught.value.code == "integrity.mismatch"
+    assert caught.value.code == ("internal.error" if planned else "integrity.mismatch")
     assert not (tmp_path / "out").exists()

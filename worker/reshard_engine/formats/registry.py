@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, SourceError, printable
 from reshard.installed_formats import InstalledFormat, installed_formats, refused_format
 from reshard.models.jobs import ConvertRequest
 from reshard.options import Options
@@ -18,6 +18,7 @@ from reshard_engine.formats.format import Format, Writer
 from reshard_engine.formats.fsdp_ranks.format import FsdpRanks
 from reshard_engine.formats.full_state_dict.format import FullStateDict
 from reshard_engine.formats.megatron.format import Megatron
+from reshard_engine.formats.model_weights import unloadable
 from reshard_engine.formats.peft.format import Peft
 from reshard_engine.formats.torch_checkpointing.format import TorchCheckpointing
 from reshard_engine.formats.torch_files import TorchFiles
@@ -89,12 +90,15 @@ def laid_out(checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> T
 
     Raises:
         SourceError, RequestError: As the writer of the target.
-        JobError: `internal.error` for names that no loader of the target takes.
+        JobError: `internal.error` for names that no loader of the target takes, and for files that cannot be read.
         LookupError: No format writes the target.
     """
     known = format_writing(request.to)
     layout = known.writer(request.to).lay_out(checkpoint, request, name=name)
-    known.check_names(Location(PlannedStore("/", layout), "/", request.target), checkpoint, request)
+    try:
+        known.check_names(Location(PlannedStore("/", layout), "/", request.target), checkpoint, request)
+    except SourceError as error:
+        raise unloadable(f"the planned target cannot be read ({error.code}: {error.message})") from error
     return layout
 
 
