@@ -49,6 +49,12 @@ def test_the_enums_of_the_table_are_on_the_allow_list() -> None:
         assert all(by_name[member].value == value for member, value in members.items())
 
 
+def test_no_name_within_a_class_is_on_the_allow_list() -> None:
+    """One dotted text may name two things: a class of a module, and a class within a class."""
+    assert is_listed(Global("torch.storage", "UntypedStorage"))
+    assert not is_listed(Global("torch", "storage.UntypedStorage"))
+
+
 def test_the_table_has_the_members_of_deepspeed_itself() -> None:
     config = pytest.importorskip("deepspeed.runtime.zero.config")
     found = {name: member.value for name, member in config.ZeroStageEnum.__members__.items()}

@@ -82,6 +82,8 @@ def foreign_in_model(checkpoint: Checkpoint) -> list[str]:
 
     `--opaque` decides about these for every target; those of the run's state do not matter to a target without it.
     """
+    if not checkpoint.foreign_globals:
+        return []
     model = {name for node in checkpoint.extra_states.values() for name in foreign_names(node)}
     of_model = set(map(id, checkpoint.extra_states.values()))
     trees = (node for node, _ in checkpoint.facts.trees(checkpoint) if id(node) not in of_model)

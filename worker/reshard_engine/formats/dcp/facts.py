@@ -12,7 +12,7 @@ from reshard.errors import counted
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.formats.dcp_files.metadata.model import METADATA_FILE, RANK_METADATA, SUFFIX
 from reshard_engine.formats.dcp_files.tensors import OpaqueTensor
-from reshard_engine.formats.trainer_files import TrainerFacts
+from reshard_engine.formats.trainer_files import TrainerFacts, trainer_facts
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
 from reshard_engine.storage.protocol import Listing
 
@@ -104,6 +104,12 @@ class DcpFacts(TrainerFacts):
 def facts_of(checkpoint: Checkpoint) -> DcpFacts | None:
     """The facts of a distributed checkpoint; None for a checkpoint of another format."""
     return checkpoint.facts if isinstance(checkpoint.facts, DcpFacts) else None
+
+
+def framework_of_source(checkpoint: Checkpoint) -> Framework | None:
+    """The framework that saved the source, whatever the format of the source; None if the files name none."""
+    facts = facts_of(checkpoint)
+    return (None if facts is None else facts.framework) or trainer_facts(checkpoint).saved_by
 
 
 # Names of files and directories of distributed checkpoints.

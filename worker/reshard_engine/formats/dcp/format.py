@@ -14,7 +14,7 @@ from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
-from reshard_engine.formats.dcp.facts import SHARD_FILE, DcpFacts, facts_of
+from reshard_engine.formats.dcp.facts import SHARD_FILE, DcpFacts, facts_of, framework_of_source
 from reshard_engine.formats.dcp.reader.huggingface_shards import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
 from reshard_engine.formats.dcp.state_tree import (
@@ -121,9 +121,7 @@ class Dcp(Format):
             if not writes_named_files(request) and options.framework in (None, Framework.STATE_DICT):
                 _check_one_file(place, checkpoint, options)
             return
-        facts = facts_of(checkpoint)
-        saved_by = (None if facts is None else facts.framework) or trainer_facts(checkpoint).saved_by
-        framework = options.framework or saved_by
+        facts, framework = facts_of(checkpoint), options.framework or framework_of_source(checkpoint)
         # A trainer opens its directory of the model. Whoever else calls `dcp.load` does so with the directory itself.
         folder = f"{MODEL_FOLDER.format(0)}/" if framework in (Framework.ACCELERATE, Framework.TRAINER) else ""
         info = place.store.stat(place.child(*f"{folder}{METADATA_FILE}".split("/")).path)

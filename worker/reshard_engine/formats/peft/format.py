@@ -112,7 +112,7 @@ class Peft(Format):
         return replace(merged(checkpoint, request, base), model_files={})
 
     def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
-        """Refuse an adapter of which PEFT would load a part: factors without a partner, modules that no one asks for.
+        """Refuse an adapter that PEFT would load in part: one of two factors, or a module that no target names.
 
         Source: peft 0.21.2 `tuners/tuners_utils.py` (`check_target_module_exists`: a module's whole name, or its end
         after a dot, is in `target_modules`); expressions and layers are left to PEFT.

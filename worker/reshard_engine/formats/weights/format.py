@@ -85,11 +85,11 @@ class Weights(Format):
     def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
         """Refuse weights under names of wrapping modules, and weights without elements."""
         listing = place.store.list_directory(place.path)
-        found = safetensors_files(listing) if request.to == TargetFormat.SAFETENSORS else torch_weight_files(listing)
+        safe = request.to == TargetFormat.SAFETENSORS
+        files = safetensors_files(listing) if safe else torch_weight_files(listing)
         shapes: dict[str, Sequence[int]] = {}
-        for name in found.named:
-            file = SourceFile(place.store, name, (found.named[name],))
-            safe = request.to == TargetFormat.SAFETENSORS
+        for name, info in files.named.items():
+            file = SourceFile(place.store, name, (info,))
             parsed = parse_safetensors(file) if safe else parse_torch_weights(file, OpaqueLedger(OpaquePolicy.KEEP))
             shapes |= {tensor.name: tensor.shape for tensor in parsed.tensors}
         check_written(shapes, checkpoint, request)

@@ -19,7 +19,7 @@ from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats import carried
-from reshard_engine.formats.dcp.facts import DcpFacts, facts_of
+from reshard_engine.formats.dcp.facts import DcpFacts, facts_of, framework_of_source
 from reshard_engine.formats.dcp.optimizers import STEP, flattened_scheduler, groups_to_write, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import (
     OF_ONE_FILE,
@@ -238,8 +238,7 @@ class _Target:
     @classmethod
     def of(cls, checkpoint: Checkpoint, request: ConvertRequest) -> _Target:
         options, facts = request.options.of(DcpOptions), facts_of(checkpoint)
-        own = (None if facts is None else facts.framework) or trainer_facts(checkpoint).saved_by
-        framework = options.framework or own or Framework.STATE_DICT
+        framework = options.framework or framework_of_source(checkpoint) or Framework.STATE_DICT
         places, home = _places_of(checkpoint, framework), None
         if facts is not None and facts.framework is framework and options.target_model_key is None:
             home = facts.home
