@@ -9,6 +9,7 @@ from typing import Any
 
 import changed_tests
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
 from shares import OF_SHARES, Record, Selection, Shares, reach, share_name, shares_named
 
@@ -21,8 +22,13 @@ from house.seeds import commit_seed
 from house.shares import ShareRuns
 from house.subjects import SUBJECTS, mark_subjects
 from house.tiers import STORES, one_of, sampling_turn, take_turns
+from house.waiting import PATIENCE_S
 
 __all__ = ["no_launcher"]
+
+# A busy machine keeps a request waiting for longer than httpx's 5 s; requests without a timeout share this object.
+for _phase in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, _phase, PATIENCE_S)
 
 # A busy machine keeps an example waiting for longer than Hypothesis's 200 ms. In CI its own profile has no deadline.
 if settings.get_current_profile_name() == "default":

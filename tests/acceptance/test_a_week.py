@@ -25,6 +25,7 @@ import redis as redis_client
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
+from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from reshard.choices import JobState
 from reshard.errors import ReshardError
@@ -124,16 +125,16 @@ class Site:
         if kind == "cancelled":
             time.sleep(chance.uniform(0, 0.3))
             self._cancel(job)
-        ended = self.client.wait(job.id, timeout_s=120)
+        ended = self.client.wait(job.id, timeout_s=PATIENCE_S)
         if kind == "heals":
             assert ended.state is JobState.FAILED
             (self.healed / name).touch()
             self.client.retry(job.id)
-            ended = self.client.wait(job.id, timeout_s=120)
+            ended = self.client.wait(job.id, timeout_s=PATIENCE_S)
         wanted = {"fails": {JobState.FAILED}, "cancelled": {JobState.CANCELLED, JobState.SUCCEEDED}}
         assert ended.state in wanted.get(kind, {JobState.SUCCEEDED}), f"{kind}: {ended.state}, {ended.error}"
         if kind == "again":
-            assert self.client.wait(submit().id, timeout_s=120).state is JobState.SUCCEEDED
+            assert self.client.wait(submit().id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
         self.ended[f"{kind}: {ended.state.value}"] += 1
         if ended.state is JobState.SUCCEEDED:
             self._take_away(target)
@@ -141,7 +142,7 @@ class Site:
     def _refused(self, submit: Callable[[], Job]) -> str:
         """Submit a job whose source is missing. If the API has no time to look, a worker finds out."""
         try:
-            ended = self.client.wait(submit().id, timeout_s=120)
+            ended = self.client.wait(submit().id, timeout_s=PATIENCE_S)
         except ReshardError as error:
             return error.code
         assert ended.state is JobState.FAILED

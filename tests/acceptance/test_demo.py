@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from house.repository import ROOT
+from house.waiting import PATIENCE_S
 
 DEMO = ROOT / "deploy" / "demo"
 STAYS = "; reshard jobs list\n"
@@ -56,7 +57,7 @@ def running(directory: Path, until: str, *arguments: str) -> Generator[Running]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=directory.parent, env=env)
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 3 * PATIENCE_S
         while until not in log.read_text():
             assert process.poll() is None or until in log.read_text(), log.read_text()
             assert time.monotonic() < deadline, log.read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from house.repository import ROOT
+from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from reshard.choices import JobState, RngPolicy, ZeroStage
 from reshard.errors import RequestError
@@ -31,7 +32,7 @@ def test_a_layout_crosses_the_wire(client: Client, tmp_path: Path) -> None:
     target = tmp_path / "out" / "global_step3"
     layout = NativeLayout(dp=3, zero_stage=ZeroStage.STAGE_3, rng=RngPolicy.DROP)
     job = client.submit(SOURCE, str(target), to="zero", layout=layout, dtype="fp32")
-    assert client.wait(job.id, timeout_s=60).state is JobState.SUCCEEDED
+    assert client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
     assert client.get(job.id).request.options.deepspeed == DeepSpeedOptions(**dict(layout))
     assert (tmp_path / "out" / "latest").read_text() == "global_step3"
     engine, there = load_engine(), SourceSpec(url=str(tmp_path / "out"))

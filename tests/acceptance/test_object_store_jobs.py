@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from house.conversions import convert
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from oracle.launcher import Worlds
 from reshard.api.client import Client
 from reshard.choices import JobState
@@ -151,7 +151,7 @@ def test_a_job_runs_and_nothing_touches_the_local_disk(site: Site, expected: dic
     job = site.submit("plain", idempotency_key="one key")
     assert site.submit("plain", idempotency_key="one key").id == job.id
     with (
-        in_thread(lambda: site.client.wait(job.id, timeout_s=120)) as waited,
+        in_thread(lambda: site.client.wait(job.id, timeout_s=PATIENCE_S)) as waited,
         in_thread(lambda: list(sse_events(site.url, job.id))) as streamed,
     ):
         opened = set[str]()
@@ -239,7 +239,7 @@ def test_cancel_stops_a_running_job_and_leaves_nothing_readable(site: Site) -> N
     wait_for_units(site.client, job.id, 3)
     site.client.cancel(job.id)
     site.proxy.held = None
-    ended = site.client.wait(job.id, timeout_s=60)
+    ended = site.client.wait(job.id, timeout_s=PATIENCE_S)
     assert ended.state is JobState.CANCELLED
     with pytest.raises(JobError, match=r"job\.cancelled"):
         site.client.result(job.id)
@@ -255,7 +255,9 @@ def test_a_killed_worker_costs_no_finished_part(site: Site, expected: dict[str, 
     family = tree_of(first.pid)
     first.kill()
     # Its pool process and its engine process die with it.
-    wait_until(lambda: not any(member.is_running() and member.status() != "zombie" for member in family), timeout_s=30)
+    wait_until(
+        lambda: not any(member.is_running() and member.status() != "zombie" for member in family), timeout_s=PATIENCE_S
+    )
     assert site.client.get(job.id).done is False
     assert MANIFEST not in site.written("killed")
     sent = site.proxy.parts_uploaded(site.store)
@@ -265,7 +267,7 @@ def test_a_killed_worker_costs_no_finished_part(site: Site, expected: dict[str, 
     engines = runner_pids(site.worker_log())
     site.proxy.held = None
     site.start_worker()
-    ended = site.client.wait(job.id, timeout_s=60)
+    ended = site.client.wait(job.id, timeout_s=PATIENCE_S)
     assert ended.state is JobState.SUCCEEDED, ended.error
     assert ended.attempt == 2
     assert ended.result is not None
@@ -319,14 +321,14 @@ def open_for_writing(pid: int) -> set[str]:
 
 def sse_events(url: str, job_id: str) -> Iterator[JobEvent]:
     """The event stream as any HTTP client sees it, without our own client."""
-    with httpx.stream("GET", f"{url}/v1/jobs/{job_id}/events", timeout=60) as response:
+    with httpx.stream("GET", f"{url}/v1/jobs/{job_id}/events", timeout=PATIENCE_S) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 yield JobEvent.model_validate_json(line.removeprefix("data: "))
 
 
 def wait_for_units(client: Client, job_id: str, count: int) -> None:
-    for event in client.watch(job_id, timeout_s=60):
+    for event in client.watch(job_id, timeout_s=PATIENCE_S):
         assert not event.state.terminal, client.get(job_id).error
         if event.progress is not None and event.progress.units_done >= count:
             return

@@ -12,7 +12,7 @@ import pytest
 from house.conversions import convert
 from house.measured import say
 from house.sources import zero_source
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import Job
@@ -61,7 +61,7 @@ class Site:
         url = f"{self.store.scheme}://{self.bucket}/{name}"
         return self.client.submit(f"{self.store.scheme}://{self.bucket}/run", url, **OPTIONS, **settings)
 
-    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = 100.0) -> None:
+    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
         wait_until(ready, timeout_s=timeout_s, what=lambda: f"not in time: {what}")
 
     def at_work(self, job: Job) -> int:
@@ -109,7 +109,7 @@ def test_a_job_runs_on_all_workers_and_survives_two_of_them(site: Site, expected
     site.workers = [w for w in site.workers if w not in victims]
     site.proxy.held = None
     site.start_worker()
-    ended = site.client.wait(job.id, timeout_s=150)
+    ended = site.client.wait(job.id, timeout_s=PATIENCE_S)
     assert ended.state is JobState.SUCCEEDED, ended.error
     site.judge("whole", expected)
     found = site.client.get(job.id)
@@ -141,7 +141,7 @@ def test_a_helper_leaves_for_a_job_that_waits(site: Site, expected: dict[str, by
     assert not site.client.get(large.id).done, "it began only after the first had ended"
     site.proxy.held = None
     for job in (large, small):
-        assert site.client.wait(job.id, timeout_s=120).state is JobState.SUCCEEDED
+        assert site.client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
     site.judge("large", expected)
     assert [w.role for w in site.client.get(small.id).workers] == ["owner"]
 
@@ -154,6 +154,6 @@ def test_a_cancel_stops_owner_and_helpers(site: Site) -> None:
     site.wait_until(lambda: site.at_work(job) == 3, "two helpers")
     site.client.cancel(job.id)
     site.proxy.held = None
-    assert site.client.wait(job.id, timeout_s=150).state is JobState.CANCELLED
+    assert site.client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.CANCELLED
     site.wait_until(lambda: site.at_work(job) == 0, "all have left")
     site.judge("cancelled", {})

@@ -25,7 +25,7 @@ from house.conversions import convert
 from house.measured import say
 from house.seeds import run_seed
 from house.sources import zero_source
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import ReshardError
@@ -169,7 +169,7 @@ def test_every_byte_is_right_and_nothing_stays(site: Site, source: Path, tmp_pat
         else:
             found = {p.name: p.read_bytes() for p in (site.targets / f"out{number}").iterdir()}
         assert {name: data for name, data in found.items() if name != MANIFEST_NAME} == wanted, number
-    wait_until(lambda: strays(site) == [], timeout_s=60, what=lambda: f"strays: {strays(site)}")
+    wait_until(lambda: strays(site) == [], timeout_s=PATIENCE_S, what=lambda: f"strays: {strays(site)}")
     helped = sum(len(job.workers) > 1 for job in ended)
     say(
         f"topology chaos: {JOBS} conversions, {sum(site.done.values())} faults {dict(site.done)} in "
@@ -197,7 +197,7 @@ def test_a_disk_that_fills_is_freed_within_a_minute(site: Site, disk: Path) -> N
     took: list[float] = []
     for number in range(FULL):
         job = site.client.submit(f"s3://{site.bucket}/run", str(disk / f"out{number}"), **OPTIONS)
-        wait_until(lambda: used(disk) > 0, timeout_s=60, what=lambda: "nothing was written")
+        wait_until(lambda: used(disk) > 0, timeout_s=PATIENCE_S, what=lambda: "nothing was written")
         filler = disk / "filler"
         with suppress(OSError), filler.open("wb") as file:
             while file.write(bytes(1 << 16)):

@@ -20,6 +20,7 @@ from adversarial.corpus.pickle_code import CANARY
 from adversarial.corpus.table import ENTRIES, NUMBERS_ELSEWHERE
 from adversarial.corpus.write import write_entry
 from house.speed import slowness
+from house.waiting import PATIENCE_S
 from reshard.choices import OpaquePolicy
 from reshard.errors import CODES, ReshardError
 from reshard_engine.pickles.nodes import Global
@@ -116,7 +117,7 @@ def test_payloads_bite_where_python_unpickles_them(entry: Entry, with_torch: Chi
     """The control: without it, an entry that could not run anything would prove nothing."""
     place = write_entry(entry, tmp_path)
     outcome = with_torch.run(Job("unpickle", str(place)))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not (place / CANARY).exists() and time.monotonic() < deadline:
         time.sleep(0.01)  # some start a process and do not wait for it
     assert (place / CANARY).exists(), outcome.message

@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from browser.conftest import TOKEN, Site
 from house.repository import ROOT
+from house.waiting import PATIENCE_S
 from servers.stack import Stack
 
 WIDTHS = {1280: 800, 390: 844}
@@ -206,7 +207,7 @@ def test_every_page_by_width_and_scheme(browser: Browser, site: Site, views: lis
     body = {"source": {"url": str(source)}, "target": f"{site.root}/{run}_dp4", "to": "zero"}
     wanted = {**body, "options": {"deepspeed": {"dp": 4}}, "part_bytes": 1024, "labels": {"team": "research"}}
     done, failed = (
-        httpx.post(f"{site.url}/v1/jobs?", json=asked, headers={**head, "Prefer": "wait=30"}, timeout=60).json()
+        httpx.post(f"{site.url}/v1/jobs?", json=asked, headers={**head, "Prefer": "wait=30"}, timeout=PATIENCE_S).json()
         for asked in (wanted, {**wanted, "options": {"deepspeed": {"dp": 3}}})
     )
     assert (done["state"], failed["state"]) == ("SUCCEEDED", "FAILED")
@@ -293,7 +294,7 @@ def test_the_list_is_sorted_and_searched_and_tells_the_zone(browser: Browser, si
     head = {"Authorization": f"Bearer {TOKEN}", "Prefer": "wait=30"}
     for to in ("universal", "torch"):
         body = {"source": {"url": str(source)}, "target": f"{site.root}/run7_{to}", "to": to}
-        httpx.post(f"{site.url}/v1/jobs", json=body, headers=head, timeout=60)
+        httpx.post(f"{site.url}/v1/jobs", json=body, headers=head, timeout=PATIENCE_S)
     with opened(browser, site) as page:
         log_in(page)
         page.get_by_label("Search").fill("RUN7")

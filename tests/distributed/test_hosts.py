@@ -18,6 +18,7 @@ import pytest
 from distributed.test_workers import contents, numbered, plain, result, strays
 from house.measured import say
 from house.sources import zero_source
+from house.waiting import PATIENCE_S
 from reshard.local import load_engine
 from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.storage.texts import FileTexts
@@ -77,7 +78,7 @@ def convert(source: Path, target: Path, *more: str) -> list[str]:
 
 def wait_for_segments(target: Path) -> None:
     """Wait until a worker has recorded units, as the other hosts see it."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while not any(map(recorded, target.parent.glob(f".{target.name}.reshard-*.workers"))):
         assert time.monotonic() < until, "no worker wrote a record"
         time.sleep(0.01)

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from house.requests import asked
+from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.local import load_engine
@@ -259,7 +260,7 @@ class Service:
             time.sleep(self.chance.uniform(0.1, 1.2))
             tally.faults[self.hit(store)] += 1
         store.behave()
-        ended = self.client.wait(job.id, timeout_s=150)
+        ended = self.client.wait(job.id, timeout_s=PATIENCE_S)
         assert ended.state is JobState.SUCCEEDED, ended.error
         found = self.client.get(job.id)
         tally.ends[f"{len({w.worker for w in found.workers})} workers"] += 1

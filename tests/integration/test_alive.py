@@ -16,7 +16,7 @@ import pytest
 from celery import Celery
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState
 from reshard_jobs.queue.doorbell import DOORBELL_QUEUE
@@ -68,7 +68,7 @@ def test_a_worker_that_hangs_is_told_from_one_that_works(
             main.send_signal(signal.SIGCONT)
             wait_until(lambda: probe(tmp).returncode == 0)
             client.cancel(job.id)
-            assert client.wait(job.id, timeout_s=30).state is JobState.CANCELLED
+            assert client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.CANCELLED
 
 
 @pytest.mark.timeout(120)
@@ -127,7 +127,7 @@ def test_a_worker_that_takes_no_messages_is_not_alive(
             assert probe(tmp).returncode == 0
             assert len(client.workers()) == 1
             client.cancel(job.id)
-            assert client.wait(job.id, timeout_s=30).state is JobState.CANCELLED
+            assert client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.CANCELLED
 
 
 def test_no_worker_is_no_live_worker(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_jobs_end_on_the_worker_with_the_right_credentials(
         with stack.worker():
             wait_until(lambda: states(client) == ["idle", "idle"])
             jobs = [client.submit(checkpoint, f"{targets}/out{n}", to="universal", max_attempts=1) for n in range(10)]
-            ended = [client.wait(job.id, timeout_s=90) for job in jobs]
+            ended = [client.wait(job.id, timeout_s=PATIENCE_S) for job in jobs]
             assert [job.state for job in ended] == [JobState.SUCCEEDED] * len(jobs), [job.error for job in ended]
             if "quarantine: 3 jobs in a row" not in worker.log.read_text():
                 # The good worker was so fast that the bad one met fewer than three jobs.
@@ -201,7 +201,7 @@ def test_a_bad_worker_alone_does_not_drain_the_queue(
         with stack.worker({"AWS_SECRET_ACCESS_KEY": "wrong"}) as worker:
             wait_until(lambda: states(client) == ["idle"])
             jobs = [client.submit(checkpoint, f"{targets}/out{n}", to="universal") for n in range(8)]
-            wait_until(lambda: states(client) == ["quarantined"], timeout_s=60)
+            wait_until(lambda: states(client) == ["quarantined"], timeout_s=PATIENCE_S)
             time.sleep(2)
             failed = client.list(states=(JobState.FAILED,)).jobs
             assert len(failed) == 3, "with nobody else to ask, three jobs are lost, and the others wait"
@@ -209,5 +209,5 @@ def test_a_bad_worker_alone_does_not_drain_the_queue(
         with stack.worker():
             for job in failed:
                 client.retry(job.id)
-            ended = [client.wait(job.id, timeout_s=90) for job in jobs]
+            ended = [client.wait(job.id, timeout_s=PATIENCE_S) for job in jobs]
             assert [job.state for job in ended] == [JobState.SUCCEEDED] * len(jobs), [job.error for job in ended]

@@ -20,7 +20,7 @@ from sqlalchemy import event, select
 
 from house.expected import raised, some
 from house.requests import asked
-from house.waiting import at_once
+from house.waiting import PATIENCE_S, at_once
 from reshard.api.client import Client
 from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import JobError, RequestError, ReshardError, SourceError
@@ -43,13 +43,13 @@ class Api:
     directory: Path
 
     def post(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=20)
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=PATIENCE_S)
 
     def put(self, path: str, body: Any) -> httpx.Response:
-        return httpx.put(f"{self.url}{path}", json=body, timeout=20)
+        return httpx.put(f"{self.url}{path}", json=body, timeout=PATIENCE_S)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", headers=headers, timeout=20)
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=PATIENCE_S)
 
     def body(self, name: str = "out", **script: object) -> dict[str, Any]:
         return {"source": {"url": scripted(**script)}, "target": str(self.directory / name), "to": "universal"}
@@ -214,7 +214,7 @@ def test_what_is_not_known_in_time_is_accepted(hurried: Api, script: dict[str, o
 
 def _look_for_long(url: str) -> None:
     with suppress(httpx.HTTPError):
-        httpx.post(f"{url}/v1/inspections", json={"url": scripted(inspect_s=120)}, timeout=120)
+        httpx.post(f"{url}/v1/inspections", json={"url": scripted(inspect_s=120)}, timeout=PATIENCE_S)
 
 
 def test_a_busy_service_accepts_a_job_unchecked_and_its_worker_judges_it(api: Api, client: Client) -> None:
@@ -223,7 +223,7 @@ def test_a_busy_service_accepts_a_job_unchecked_and_its_worker_judges_it(api: Ap
     with api.stack.api({"RESHARD_ADMISSION_S": "120", "RESHARD_INSPECTION_S": "120"}) as url, client_of(url) as busy:
         for _ in range(max(2, os.cpu_count() or 2)):
             threading.Thread(target=_look_for_long, args=(url,), daemon=True).start()
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 100
         # Until all processes are taken.
         while (good := busy.submit(scripted(units=1), str(api.directory / "good"), to="universal")).checked:
             assert time.monotonic() < deadline
@@ -231,8 +231,8 @@ def test_a_busy_service_accepts_a_job_unchecked_and_its_worker_judges_it(api: Ap
         assert (good.state, job.state, job.checked) == (JobState.QUEUED, JobState.QUEUED, False)
         assert api.get(f"/v1/jobs/{job.id}").json()["checked"] is False
         with api.stack.worker():
-            assert busy.wait(good.id, timeout_s=60).checked
-            error = busy.wait(job.id, timeout_s=60).error
+            assert busy.wait(good.id, timeout_s=PATIENCE_S).checked
+            error = busy.wait(job.id, timeout_s=PATIENCE_S).error
         assert error is not None
         assert error.code == "source.not_found"
     assert client.submit(scripted(units=1), str(api.directory / "checked"), to="universal").checked
@@ -315,7 +315,7 @@ def test_plans_and_inspections(client: Client, api: Api, hurried: Api) -> None:
     job = client.get(slow.json()["id"])
     assert job.kind is JobKind.PLAN
     with api.stack.worker():
-        ended = client.wait(job.id, timeout_s=60)
+        ended = client.wait(job.id, timeout_s=PATIENCE_S)
     assert ended.state is JobState.SUCCEEDED
     outcome = client.result(job.id)
     assert isinstance(outcome, PlanSummary)
@@ -360,7 +360,7 @@ def test_a_stream_that_continues_repeats_nothing(api: Api, client: Client) -> No
     newest = str(last.json()["events"][-1]["seq"])
     threading.Timer(1.0, lambda: client.cancel(job.id)).start()
     headers = {"Accept": "text/event-stream", "Last-Event-ID": newest}
-    with httpx.stream("GET", f"{api.url}/v1/jobs/{job.id}/events", headers=headers, timeout=20) as stream:
+    with httpx.stream("GET", f"{api.url}/v1/jobs/{job.id}/events", headers=headers, timeout=PATIENCE_S) as stream:
         ids = [line.partition(":")[2].strip() for line in stream.iter_lines() if line.startswith("id:")]
     assert ids == [str(int(newest) + 1)]
 
@@ -475,7 +475,7 @@ def test_a_jobs_own_error_is_not_the_answer_of_the_api(api: Api, client: Client)
     with api.stack.worker():
         for code in codes:
             job = client.submit(scripted(fail=code), str(api.directory / code), to="universal")
-            assert client.wait(job.id, timeout_s=30).state is JobState.FAILED
+            assert client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.FAILED
             answer = api.get(f"/v1/jobs/{job.id}/result")
             assert (answer.status_code, answer.json()["code"]) == (409, "job.failed")
             assert answer.json()["details"]["error"]["code"] == code
@@ -587,7 +587,7 @@ def test_no_spelling_leads_out_of_the_roots(tmp_path: Path) -> None:
     with stack.api() as url:
 
         def post(path: str, body: dict[str, Any]) -> httpx.Response:
-            return httpx.post(f"{url}{path}", json=body, timeout=20)
+            return httpx.post(f"{url}{path}", json=body, timeout=PATIENCE_S)
 
         def conversion(source: str, target: str) -> dict[str, Any]:
             return {"source": {"url": source}, "target": target, "to": "universal"}
@@ -654,18 +654,18 @@ def test_no_link_below_a_root_leads_out_of_it(tmp_path: Path) -> None:
             source = {"url": str(root / place), "tag": wanted}
             body = {"source": source, "target": str(root / "out"), "to": "universal"}
             for answer in (
-                httpx.post(f"{url}/v1/inspections", json=source, timeout=40),
-                httpx.post(f"{url}/v1/plans", json=body, timeout=40),
-                httpx.post(f"{url}/v1/jobs", json=body, timeout=40),
+                httpx.post(f"{url}/v1/inspections", json=source, timeout=PATIENCE_S),
+                httpx.post(f"{url}/v1/plans", json=body, timeout=PATIENCE_S),
+                httpx.post(f"{url}/v1/jobs", json=body, timeout=PATIENCE_S),
             ):
                 assert (answer.status_code, answer.json()["code"]) == (403, "request.root_forbidden"), answer.text
             # A worker judges what it opens itself: links change after a job was accepted.
             with client_of(url) as client:
-                ended = client.wait(store.create(asked(**body)).id, timeout_s=40)
+                ended = client.wait(store.create(asked(**body)).id, timeout_s=PATIENCE_S)
             assert ended.error is not None
             assert ended.error.code == "request.root_forbidden"
         inside = {"url": str(root / "run"), "tag": "inside"}
-        assert httpx.post(f"{url}/v1/inspections", json=inside, timeout=40).status_code == 200
+        assert httpx.post(f"{url}/v1/inspections", json=inside, timeout=PATIENCE_S).status_code == 200
     database.close()
 
 
@@ -674,10 +674,10 @@ def test_a_broker_that_is_away_does_not_lose_jobs(tmp_path: Path) -> None:
     with stack.api() as url, client_of(url) as client:
         job = client.submit(scripted(), str(tmp_path / "out"), to="universal")
         assert job.state is JobState.QUEUED
-        ready = httpx.get(f"{url}/readyz", timeout=20)
+        ready = httpx.get(f"{url}/readyz", timeout=PATIENCE_S)
         # A load balancer that took this process out would stop what works: jobs are accepted, looked up and watched.
         assert ready.status_code == 200
         assert ready.json() == {"status": "degraded", "database": "ok", "broker": "away"}
         stack.broker_url = ""
         with stack.worker():
-            assert client.wait(job.id, timeout_s=20).state is JobState.SUCCEEDED
+            assert client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED

@@ -20,6 +20,7 @@ import reshard
 from house.expected import raised, some
 from house.requests import asked
 from house.saves import DATA
+from house.waiting import PATIENCE_S
 from reshard.api.admin import AdminClient, Webhooks
 from reshard.api.async_client import AsyncAdminClient, AsyncClient, AsyncWebhooks
 from reshard.api.client import Client
@@ -109,7 +110,7 @@ def test_two_jobs_at_once(real: Service) -> None:
     async def converted(client: AsyncClient, name: str) -> tuple[Job, list[JobEvent], Any]:
         job = await client.submit(source, str(real.directory / name), to="zero", dp=3)
         events = [event async for event in client.watch(job.id)]
-        ended = await client.wait(job.id, timeout_s=30)
+        ended = await client.wait(job.id, timeout_s=PATIENCE_S)
         return ended, events, await client.result(job.id)
 
     async def both(client: AsyncClient) -> list[tuple[Job, list[JobEvent], Any]]:
@@ -145,13 +146,13 @@ def test_calls_without_a_job(real: Service) -> None:
 def test_a_text_is_a_source(real: Service) -> None:
     body = {"source": str(real.directory / "source"), "target": str(real.directory / "text"), "to": "universal"}
     with (
-        httpx.Client(base_url=real.url, auth=ServiceAuth(real.url, None), timeout=60) as raw,
+        httpx.Client(base_url=real.url, auth=ServiceAuth(real.url, None), timeout=PATIENCE_S) as raw,
         Client(real.url) as client,
     ):
         answer = raw.post("/v1/jobs", json=body)
         assert answer.status_code in (201, 202), answer.text
         assert answer.json()["request"]["source"]["url"] == body["source"]
-        assert client.wait(answer.json()["id"], timeout_s=60).state is JobState.SUCCEEDED
+        assert client.wait(answer.json()["id"], timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
 
 
 def test_a_job_is_cancelled(slow: Service) -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from house.requests import asked
+from house.waiting import PATIENCE_S
 from reshard.cli.main import run
 from reshard_jobs.database import Database
 from reshard_jobs.queue.reaper import Reaper, Retention
@@ -27,7 +28,7 @@ class Api:
 
     def ask(self, method: str, path: str, body: Any = None, token: str = TOKEN) -> httpx.Response:
         headers = {"Authorization": f"Bearer {token}"}
-        return httpx.request(method, f"{self.url}{path}", json=body, headers=headers, timeout=20)
+        return httpx.request(method, f"{self.url}{path}", json=body, headers=headers, timeout=PATIENCE_S)
 
     def entries(self, token: str = TOKEN, query: str = "") -> list[dict[str, Any]]:
         return self.ask("GET", f"/v1/audit{query}", token=token).json()["entries"]

@@ -17,7 +17,7 @@ import pytest
 
 import reshard
 from house.repository import ROOT
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.choices import JobState
 from reshard.models.jobs import Job, JobEvent
 from servers.scripted import scripted, units_done
@@ -37,7 +37,7 @@ class Shell:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         argv = [*RESHARD, *arguments]
-        return subprocess.run(argv, env=self.env(), capture_output=True, text=True, timeout=40, check=False)
+        return subprocess.run(argv, env=self.env(), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     def source(self, **script: object) -> str:
         return scripted(**script)
@@ -90,9 +90,9 @@ def test_the_list_says_what_a_job_was_how_far_it_is_and_why_it_failed(shell: She
         slow = client.submit(shell.source(units=4000, unit_s=0.05), str(shell.directory / "y"), to="universal")
         # A plan that takes longer than a request may becomes a job that writes nothing.
         body = {"source": {"url": shell.source(plan_s=6, units=5)}, "target": "/planned", "to": "universal"}
-        planned = httpx.post(f"{shell.url}/v1/plans", json=body, timeout=30).json()["id"]
-        wait_until(lambda: units_done(shell.directory / "y"), timeout_s=30)
-        client.wait(failed.id, timeout_s=30)
+        planned = httpx.post(f"{shell.url}/v1/plans", json=body, timeout=PATIENCE_S).json()["id"]
+        wait_until(lambda: units_done(shell.directory / "y"), timeout_s=PATIENCE_S)
+        client.wait(failed.id, timeout_s=PATIENCE_S)
         header, *lines = shell.run("jobs", "list").stdout.splitlines()
         client.cancel(slow.id)
         assert header.split() == ["ID", "STATE", "DONE", "CREATED", "WHAT"]
@@ -100,7 +100,7 @@ def test_the_list_says_what_a_job_was_how_far_it_is_and_why_it_failed(shell: She
         assert "  checkpoint.incomplete: " in rows[failed.id]
         assert re.search(r"  RUNNING +\d+%  ", rows[slow.id])
         assert "  plan only: " in rows[planned]
-        assert client.wait(planned, timeout_s=60).state is JobState.SUCCEEDED
+        assert client.wait(planned, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
     shown = shell.run("jobs", "show", planned).stdout
     assert "kind      plan only: it writes nothing" in shown
     assert "result    planned, nothing written: 5 units" in shown
@@ -125,7 +125,7 @@ def test_timeouts_detach_and_cancel(shell: Shell) -> None:
     assert "re-attach: reshard jobs watch job_" in late.stderr
     with client_of(shell.url) as client:
         job = client.list(page_size=1).jobs[0]
-        wait_until(lambda: units_done(target), timeout_s=60)
+        wait_until(lambda: units_done(target), timeout_s=PATIENCE_S)
         # Whoever runs the tests in the background may have told all of them to ignore it.
         argv = ["env", "--default-signal=INT", *RESHARD, "jobs", "watch", job.id]
         with subprocess.Popen(argv, env=shell.env(), stderr=subprocess.PIPE, text=True) as watching:
@@ -236,7 +236,7 @@ def test_the_job_goes_on_when_its_caller_is_interrupted(service: Service) -> Non
     (note,) = caught.value.__notes__
     job_id = note.split(" ")[1]
     with reshard.Client(service.url, TOKEN) as client:
-        assert client.wait(job_id, timeout_s=30).state is reshard.JobState.SUCCEEDED
+        assert client.wait(job_id, timeout_s=PATIENCE_S).state is reshard.JobState.SUCCEEDED
     assert target.is_dir()
 
 

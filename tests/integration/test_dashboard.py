@@ -16,6 +16,7 @@ import pytest
 
 from house.expected import some
 from house.repository import ROOT
+from house.waiting import PATIENCE_S
 from servers.scripted import scripted
 from servers.stack import Stack
 
@@ -31,7 +32,7 @@ class Service:
 
     def ask(self, method: str, path: str, token: str = OPERATOR, **more: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {token}", **more.pop("headers", {})}
-        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=20, verify=False, **more)
+        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=PATIENCE_S, verify=False, **more)
 
     def token(self, *scopes: str, tenant: str | None = None) -> str:
         body = {"name": "test", "scopes": scopes, **({"tenant": tenant} if tenant else {})}
@@ -63,7 +64,9 @@ class Client:
         self._cookies = httpx.Cookies()
 
     def request(self, method: str, path: str, **more: Any) -> httpx.Response:
-        with httpx.Client(base_url=self._url, headers=HTML, verify=False, cookies=self._cookies, timeout=20) as client:
+        with httpx.Client(
+            base_url=self._url, headers=HTML, verify=False, cookies=self._cookies, timeout=PATIENCE_S
+        ) as client:
             answer = client.request(method, path, **more)
             self._cookies = client.cookies
             return answer

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import ReshardError
@@ -47,10 +47,10 @@ class Site:
         return self.client.submit(scripted(**script), target, to="universal", max_attempts=max_attempts)
 
     def ended(self, job: Job) -> Job:
-        return self.client.wait(job.id, timeout_s=60)
+        return self.client.wait(job.id, timeout_s=PATIENCE_S)
 
     def await_units(self, name: str, count: int) -> None:
-        wait_until(lambda: len(units_done(self.directory / name)) >= count, timeout_s=20)
+        wait_until(lambda: len(units_done(self.directory / name)) >= count, timeout_s=PATIENCE_S)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_running_job_goes_on_in_its_attempt(site: Site) -> None:
     site.await_units("out", 3)
     with site.postgres.away():
         time.sleep(OUTAGE_S)
-        refused = httpx.get(f"{site.client.url}/readyz", timeout=20)
+        refused = httpx.get(f"{site.client.url}/readyz", timeout=PATIENCE_S)
         assert (refused.status_code, refused.json()["details"]["database"]) == (503, "away")
     ended = site.ended(job)
     assert ended.error is None

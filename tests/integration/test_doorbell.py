@@ -18,7 +18,7 @@ import pytest
 import redis as redis_client
 from celery import Celery
 
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
@@ -158,7 +158,7 @@ def test_a_lost_message_is_rung_again_and_a_message_too_many_costs_no_process(se
         between = service.ended(service.submit("between", units=1))
         assert between.state is JobState.SUCCEEDED
         assert wait_s(between) < 60
-        wait_until(lambda: not service.waiting(), timeout_s=180)
+        wait_until(lambda: not service.waiting(), timeout_s=PATIENCE_S)
         assert service.ended(service.submit("after", units=1)).state is JobState.SUCCEEDED
         assert _pool_processes(worker) == before
         # A service with nothing to do says nothing.
@@ -207,7 +207,7 @@ def test_a_worker_outlives_what_is_no_message(service: Service) -> None:
     with service.stack.worker(UNHURRIED) as worker:
         for entry in FOREIGN:
             service.broker.lpush(DOORBELL_QUEUE, entry)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE_S
             while service.waiting():
                 assert worker.popen.poll() is None, f"{entry[:80]!r} ended the worker"
                 assert time.monotonic() < deadline, f"{entry[:80]!r} stopped the worker"
@@ -295,7 +295,7 @@ def test_208_jobs_over_two_workers(service: Service, two_workers: list[ServerPro
 
 
 def _owner_of_a_runner(workers: list[ServerProcess]) -> ServerProcess:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for worker in workers:
             if runners_of(worker.pid):

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.api.client import Client
 from reshard.choices import JobState
 from reshard.errors import JobError, ReshardError
@@ -74,7 +74,7 @@ def test_jobs_end_and_every_observer_agrees(service: Service, worker: ServerProc
     job = service.submit("out", units=8, unit_s=0.1)
     assert job.state is JobState.QUEUED
     waited: list[Job] = []
-    waiter = threading.Thread(target=lambda: waited.append(service.client.wait(job.id, timeout_s=30)))
+    waiter = threading.Thread(target=lambda: waited.append(service.client.wait(job.id, timeout_s=PATIENCE_S)))
     waiter.start()
     events = list(service.client.watch(job.id))
     waiter.join(30)
@@ -109,7 +109,7 @@ def test_jobs_end_and_every_observer_agrees(service: Service, worker: ServerProc
     assert passing.attempt == 2
     assert [unit for unit, _ in units_done(service.target("passing"))] == [0, 1, 2, 3]
 
-    crashed = service.client.wait(service.submit("crash", crash=11, at=1).id, timeout_s=40)
+    crashed = service.client.wait(service.submit("crash", crash=11, at=1).id, timeout_s=PATIENCE_S)
     assert crashed.error is not None
     assert crashed.error.code == "job.attempts_exhausted"
     assert crashed.attempt == 3
@@ -122,7 +122,7 @@ def test_cancel_stops_a_running_job_and_removes_what_it_left(service: Service, w
         job = service.submit(name, units=4000, unit_s=0.05, **script)
         service.wait_for_units(name, 3)
         assert service.client.cancel(job.id).state is JobState.CANCELLING
-        ended = service.client.wait(job.id, timeout_s=60)
+        ended = service.client.wait(job.id, timeout_s=PATIENCE_S)
         assert ended.state is JobState.CANCELLED
         assert not service.target(name).exists()
         assert not journal_of(job.request).exists()
@@ -136,7 +136,7 @@ def test_cancel_stops_a_running_job_and_removes_what_it_left(service: Service, w
     queued = service.submit("queued")
     assert service.client.cancel(queued.id).state is JobState.CANCELLED
     service.client.cancel(blocker.id)
-    assert service.client.wait(blocker.id, timeout_s=60).state is JobState.CANCELLED
+    assert service.client.wait(blocker.id, timeout_s=PATIENCE_S).state is JobState.CANCELLED
     assert units_done(service.target("queued")) == []
 
 
@@ -147,11 +147,11 @@ def test_a_killed_worker_costs_no_finished_unit(service: Service) -> None:
     victims = tree_of(first.pid)
     assert len(runners_of(first.pid)) == 1
     first.kill()
-    wait_until(lambda: not any(alive(victim) for victim in victims), timeout_s=30)
+    wait_until(lambda: not any(alive(victim) for victim in victims), timeout_s=PATIENCE_S)
     killed_at = time.monotonic()
     release(service.target("out"))
     with service.stack.worker():
-        ended = service.client.wait(job.id, timeout_s=40)
+        ended = service.client.wait(job.id, timeout_s=PATIENCE_S)
     assert ended.state is JobState.SUCCEEDED
     assert ended.attempt == 2
     assert time.monotonic() - killed_at > LEASE_S / 2
@@ -168,7 +168,7 @@ def test_a_paused_worker_is_fenced(service: Service) -> None:
     pause(stopped, database_url=service.stack.database_url)
     release(service.target("out"))
     with service.stack.worker():
-        ended = service.client.wait(job.id, timeout_s=40)
+        ended = service.client.wait(job.id, timeout_s=PATIENCE_S)
         assert ended.state is JobState.SUCCEEDED
         assert ended.attempt == 2
         resume(stopped)
@@ -193,7 +193,7 @@ def test_a_paused_supervisor_cannot_commit(service: Service) -> None:
     assert alive(runner)
     assert not service.target("out").exists()
     with service.stack.worker():
-        assert service.client.wait(job.id, timeout_s=40).state is JobState.SUCCEEDED
+        assert service.client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
     resume([supervisor])
     wait_until(lambda: not alive(runner))
     assert len((service.target("out") / "commits").read_text().split()) == 1
@@ -209,7 +209,7 @@ def test_a_stopped_worker_gives_its_job_back(service: Service) -> None:
     assert given_back.worker is None
     release(service.target("out"))
     with service.stack.worker():
-        ended = service.client.wait(job.id, timeout_s=30)
+        ended = service.client.wait(job.id, timeout_s=PATIENCE_S)
     assert ended.state is JobState.SUCCEEDED
     assert [unit for unit, _ in units_done(service.target("out"))] == list(range(20))
     events: list[JobEvent] = list(service.client.watch(job.id))

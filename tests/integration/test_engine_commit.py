@@ -18,7 +18,7 @@ from house.expected import raised
 from house.requests import asked
 from house.sources import zero_source
 from house.tiers import rest_full
-from house.waiting import at_once
+from house.waiting import PATIENCE_S, at_once
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import ReshardError, StorageError
 from reshard.local import load_engine
@@ -69,7 +69,7 @@ def _journal_units(parent: Path) -> int:
 
 def _killed_midway(command: list[str], parent: Path, number: int) -> int:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while _journal_units(parent) < 5:
         assert process.poll() is None, "the run ended before it could be disturbed"
         assert time.monotonic() < deadline

@@ -10,6 +10,7 @@ import pytest
 
 from house.promises import command
 from house.saves import DATA
+from house.waiting import PATIENCE_S
 from servers.s3 import S3Server
 from servers.stack import Stack
 
@@ -37,9 +38,9 @@ def test_the_service_judges_and_writes_the_very_name(s3: S3Server, bucket: str, 
         for number, place in enumerate(PLACES):
             target = f"s3://{bucket}/some/{place}/out"
             body = {"source": {"url": f"s3://{bucket}/some/run"}, "target": target, "to": "universal"}
-            made = httpx.put(f"{url}/v1/jobs/escape-{number}", json=body, timeout=60)
+            made = httpx.put(f"{url}/v1/jobs/escape-{number}", json=body, timeout=PATIENCE_S)
             assert made.status_code == 202, made.text
-            ended = httpx.get(f"{url}/v1/jobs/escape-{number}?wait=60", timeout=90).json()
+            ended = httpx.get(f"{url}/v1/jobs/escape-{number}?wait=60", timeout=PATIENCE_S).json()
             assert (ended["state"], ended["request"]["target"]) == ("SUCCEEDED", target)
             outside = {**body, "target": f"s3://{bucket}/{place}/out"}
             assert httpx.post(f"{url}/v1/jobs", json=outside).json()["code"] == "request.root_forbidden"

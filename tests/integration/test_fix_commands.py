@@ -23,6 +23,7 @@ from house.megatron_runs import MegatronRun
 from house.promises import command
 from house.repository import pyproject
 from house.saves import DATA
+from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from reshard.models.access import ENDINGS
 from servers.scripted import scripted
@@ -47,7 +48,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, str]]
     stack = Stack(place / "logs", f"sqlite:///{place}/jobs.db", extra=extra)
     with stack.api() as url, stack.worker(), Client(url, OPERATOR) as client:
         job = client.submit(scripted(units=1), str(place / "done"), to="universal")
-        client.wait(job.id, timeout_s=30)
+        client.wait(job.id, timeout_s=PATIENCE_S)
         hook = client.webhooks.create("http://127.0.0.1:9/", events=ENDINGS)
         environment = pytest.MonkeyPatch()
         for name, value in {

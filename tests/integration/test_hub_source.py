@@ -20,6 +20,7 @@ from safetensors.numpy import load, save
 import reshard
 from house.expected import refused
 from house.repository import ROOT
+from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import read_bytes
@@ -79,7 +80,7 @@ def test_a_job_of_a_service_reads_it(hub: Hub, tmp_path: Path) -> None:
     hub.repositories["org/name"].private = True
     with stack.api() as url, stack.worker(), Client(url, None) as client:
         job = client.submit("hf://org/name", str(tmp_path / "out"), to="safetensors")
-        assert client.wait(job.id, timeout_s=120).state == "SUCCEEDED"
+        assert client.wait(job.id, timeout_s=PATIENCE_S).state == "SUCCEEDED"
         refused(
             "request.root_forbidden", lambda: client.submit("hf://other/name", str(tmp_path / "x"), to="safetensors")
         )

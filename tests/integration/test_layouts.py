@@ -24,7 +24,7 @@ import reshard
 from house.database_time import let_pass
 from house.expected import raised, some
 from house.measured import say
-from house.waiting import at_once, wait_until
+from house.waiting import PATIENCE_S, at_once, wait_until
 from reshard.errors import JobError, RequestError, ReshardError
 from reshard.models.access import TenantSettings
 from reshard.models.jobs import Layout, LayoutRequest
@@ -58,7 +58,7 @@ class Service:
 
     def ask(self, method: str, path: str, *, by: str = "anna", **more: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.tokens[by]}", **more.pop("headers", {})}
-        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=120, **more)
+        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=PATIENCE_S, **more)
 
     def make(self, source: Path | str, *, by: str = "anna", **more: Any) -> dict[str, Any]:
         answer = self.ask("POST", "/v1/layouts", by=by, json={"source": str(source), **LAYOUT, **more})
@@ -313,7 +313,7 @@ def test_a_killed_engine_cuts_its_response_and_the_next_request_works(
     name = rank_file(layout)
     whole = (converted / name).read_bytes()
     url, bearer = service.address(layout, name)
-    with httpx.stream("GET", url, headers=bearer, timeout=120) as response:
+    with httpx.stream("GET", url, headers=bearer, timeout=PATIENCE_S) as response:
         pieces = response.iter_bytes(1 << 16)
         begin = next(pieces)
         for engine in (engines := service.engines()):
@@ -347,7 +347,7 @@ def test_the_memory_of_the_api_is_flat(service: Service, layout: dict[str, Any],
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        with httpx.Client(headers=bearer, timeout=120) as client:
+        with httpx.Client(headers=bearer, timeout=PATIENCE_S) as client:
             waiting = [client.send(client.build_request("GET", url), stream=True) for _ in range(5)]
             for _ in range(4):
                 with client.stream("GET", url) as read:
@@ -580,7 +580,7 @@ def test_layouts_expire_unless_they_are_used(tmp_path: Path) -> None:
 def test_a_removed_layout_cuts_what_is_being_read(service: Service, large: Path) -> None:
     made = service.make(large)
     url, bearer = service.address(made, rank_file(made))
-    with httpx.stream("GET", url, headers=bearer, timeout=120) as response:
+    with httpx.stream("GET", url, headers=bearer, timeout=PATIENCE_S) as response:
         pieces = response.iter_bytes(1 << 16)
         next(pieces)
         assert service.ask("DELETE", made["links"]["self"]).status_code == 204

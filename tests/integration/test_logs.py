@@ -17,6 +17,7 @@ import httpx
 import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
+from house.waiting import PATIENCE_S
 from reshard.choices import JobState
 from reshard_jobs.logs import JsonLines, configure_logs, log_as, log_context, secrets_of
 from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server
@@ -82,10 +83,10 @@ def logged(make_stack: Callable[[str], Stack], s3: S3Server, tmp_path: Path) -> 
         client = exits.enter_context(client_of(url, TOKEN))
         names = {"profile": "good", "target_profile": "good"}
         shared = client.submit(f"s3://{BUCKET}/run", f"s3://{BUCKET}/out", to="universal", part_bytes=4096, **names)
-        assert client.wait(shared.id, timeout_s=90).state is JobState.SUCCEEDED
+        assert client.wait(shared.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
         bad = {"profile": "good", "target_profile": "bad", "job_id": "named-by-a-caller"}
         failed = client.submit(f"s3://{BUCKET}/run", f"s3://{BUCKET}/bad", to="universal", max_attempts=1, **bad)
-        assert client.wait(failed.id, timeout_s=90).state is JobState.FAILED
+        assert client.wait(failed.id, timeout_s=PATIENCE_S).state is JobState.FAILED
         # A caller's mistakes.
         assert httpx.get(f"{url}/v1/jobs", headers={"Authorization": f"Bearer {WRONG}"}).status_code == 401
         assert httpx.get(f"{url}/v1/jobs?token={WRONG}").status_code == 401

@@ -22,7 +22,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, MetaData, text
 
 from house.repository import ROOT
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.choices import JobState
 from reshard.errors import JobError
 from reshard.models.jobs import Job
@@ -364,7 +364,7 @@ def test_every_job_goes_on(thawed: Thawed, tmp_path: Path) -> None:
         client.cancel(job("failed-and-unwanted").id)
         with stack.worker():
             for told in thawed.told:
-                client.wait(told["job"]["id"], timeout_s=90)
+                client.wait(told["job"]["id"], timeout_s=PATIENCE_S)
             wait_until(lambda: job("failed-and-unwanted").leftovers_until is None)
         found = {case_of(j.model_dump()): j for j in client.list(page_size=200).jobs}
     ended = {case: (j.state.value, j.attempt) for case, j in found.items()}
@@ -407,10 +407,10 @@ def test_an_upgrade_in_the_middle_of_a_job(stacks: tuple[Stack, Stack], tmp_path
         release(target)
         # This release reads, writes and takes new jobs on the new tables.
         second = client.submit(scripted(units=3), str(tmp_path / "second"), to="universal")
-        ended = client.wait(job.id, timeout_s=60)
+        ended = client.wait(job.id, timeout_s=PATIENCE_S)
         assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 1)
         assert [unit for unit, _ in units_done(target)] == list(range(60))
-        assert client.wait(second.id, timeout_s=60).state is JobState.SUCCEEDED
+        assert client.wait(second.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
     # A process of this release that starts now may run, too.
     with old.api() as url, client_of(url) as client:
         assert client.get(job.id).state is JobState.SUCCEEDED
@@ -436,7 +436,7 @@ def test_a_rolling_restart_loses_nothing(stacks: tuple[Stack, Stack], tmp_path: 
                 release(tmp_path / name)
             wait_until(lambda: client.get(jobs[0].id).attempt == 2)
         with new.api() as url, client_of(url) as client:
-            ended = [client.wait(job.id, timeout_s=90) for job in jobs]
+            ended = [client.wait(job.id, timeout_s=PATIENCE_S) for job in jobs]
             assert [job.attempt for job in ended] == [2, 1, 1, 1, 1]
             assert {job.state for job in ended} == {JobState.SUCCEEDED}
         for name in names:
@@ -485,8 +485,8 @@ def test_this_release_runs_on_during_the_next_ones_upgrade(stack: Stack, tmp_pat
                 connection.execute(text(statement))
         engine.dispose()
         release(target)
-        ended = client.wait(job.id, timeout_s=60)
+        ended = client.wait(job.id, timeout_s=PATIENCE_S)
         assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 1)
     with stack.api() as url, client_of(url) as client, stack.worker():
         job = client.submit(scripted(units=3), str(tmp_path / "second"), to="universal")
-        assert client.wait(job.id, timeout_s=60).state is JobState.SUCCEEDED
+        assert client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import update
 
 from house.repository import ROOT
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
@@ -56,9 +56,9 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
     stack = Stack(directory / "logs", f"sqlite:///{directory}/jobs.db")
     with stack.api() as url:
         body = {"source": {"url": scripted()}, "target": str(directory / "out"), "to": "universal"}
-        assert httpx.post(f"{url}/v1/jobs", json=body, timeout=20).status_code == 202
-        assert httpx.get(f"{url}/v1/jobs/none", timeout=20).status_code == 404
-        text = httpx.get(f"{url}/metrics", timeout=20).text
+        assert httpx.post(f"{url}/v1/jobs", json=body, timeout=PATIENCE_S).status_code == 202
+        assert httpx.get(f"{url}/v1/jobs/none", timeout=PATIENCE_S).status_code == 404
+        text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -129,7 +129,7 @@ def test_statistics_of_jobs(database_url: str) -> None:
 
 def samples(url: str, name: str, label: str) -> dict[str, float]:
     """The samples of a family by one label."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=20).text)
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text)
     return {s.labels[label]: s.value for family in families for s in family.samples if s.name == name}
 
 
@@ -140,12 +140,12 @@ def test_what_workers_did_is_counted(stack: Stack, tmp_path: Path) -> None:
         assert set(samples(url, "reshard_attempts_total", "end").values()) == {0.0}
         with stack.worker() as worker:
             good = client.submit(scripted(units=2), str(tmp_path / "good"), to="universal")
-            assert client.wait(good.id, timeout_s=30).state is JobState.SUCCEEDED
+            assert client.wait(good.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
             away = scripted(units=2, fail="storage.unavailable", times=1)
             again = client.submit(away, str(tmp_path / "again"), to="universal")
-            assert client.wait(again.id, timeout_s=30).state is JobState.SUCCEEDED
+            assert client.wait(again.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
             wrong = client.submit(scripted(fail="source.not_found"), str(tmp_path / "bad"), to="universal")
-            assert client.wait(wrong.id, timeout_s=30).state is JobState.FAILED
+            assert client.wait(wrong.id, timeout_s=PATIENCE_S).state is JobState.FAILED
             peak = re.search(
                 r"^reshard_engine_peak_memory_bytes (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE
             )
@@ -161,7 +161,7 @@ def test_what_workers_did_is_counted(stack: Stack, tmp_path: Path) -> None:
             wait_until(lambda: samples(url, "reshard_attempts_total", "end")["lost"] == 1)
             wait_until(lambda: client.get(long.id).state is JobState.RUNNING)  # a queued job is cancelled without one
             client.cancel(long.id)
-            assert client.wait(long.id, timeout_s=30).state is JobState.CANCELLED
+            assert client.wait(long.id, timeout_s=PATIENCE_S).state is JobState.CANCELLED
             wait_until(lambda: samples(url, "reshard_attempts_total", "end")["cancelled"] == 1)
         ends = {end: count for end, count in samples(url, "reshard_attempts_total", "end").items() if count}
         assert ends == {"succeeded": 2, "retried": 1, "failed": 1, "lost": 1, "cancelled": 1}

@@ -21,6 +21,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from house.waiting import PATIENCE_S
 from reshard.errors import JobError, RequestError
 from reshard_service import auth
 from reshard_service.auth import IssuerKeys
@@ -99,7 +100,9 @@ def api(issuer: Issuer, tmp_path_factory: pytest.TempPathFactory) -> Generator[s
 
 
 def ask(url: str, method: str, path: str, token: str, **more: Any) -> httpx.Response:
-    return httpx.request(method, f"{url}{path}", headers={"Authorization": f"Bearer {token}"}, timeout=20, **more)
+    return httpx.request(
+        method, f"{url}{path}", headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE_S, **more
+    )
 
 
 @pytest.mark.parametrize("kid", ["rsa", "ec", "ed"])

@@ -10,6 +10,7 @@ import pgserver
 import psycopg
 
 from house.repository import ROOT
+from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from reshard.choices import JobState
 from reshard.models.jobs import Job, Progress
@@ -64,7 +65,7 @@ def test_jobs_that_ended_after_the_backup_end_once_more(postgres: PostgresServer
         with stack.worker():
             submitted(client, "later")
             for name in ("queued", "running", "another", "later"):
-                assert client.wait(name, timeout_s=60).state is JobState.SUCCEEDED
+                assert client.wait(name, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
     written = {name: files_of(tmp_path / name) for name in ("queued", "running", "later")}
     # Since then, someone has put something else where a job had written.
     shutil.rmtree(tmp_path / "another")
@@ -79,13 +80,13 @@ def test_jobs_that_ended_after_the_backup_end_once_more(postgres: PostgresServer
         # Who cancels before the workers start is spared the output.
         client.cancel("cancelled")
         with stack.worker():
-            assert client.wait("queued", timeout_s=60).state is JobState.SUCCEEDED
-            ended = client.wait("running", timeout_s=60)
+            assert client.wait("queued", timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
+            ended = client.wait("running", timeout_s=PATIENCE_S)
             assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 2)
-            refused = client.wait("another", timeout_s=60)
+            refused = client.wait("another", timeout_s=PATIENCE_S)
             # The service does not know the job any more; its caller sends it again.
             submitted(client, "later")
-            assert client.wait("later", timeout_s=60).state is JobState.SUCCEEDED
+            assert client.wait("later", timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
     assert refused.state is JobState.FAILED
     assert refused.error is not None
     assert refused.error.code == "request.target_exists"

@@ -14,6 +14,7 @@ import pytest
 import reshard
 from house.expected import raised
 from house.saves import DATA
+from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from reshard.api.plan_files import read_plan
 from reshard.choices import JobState
@@ -37,7 +38,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
 
 @pytest.fixture
 def client(service: str) -> Generator[Client]:
-    with Client(service, timeout_s=120.0) as found:
+    with Client(service, timeout_s=PATIENCE_S) as found:
         yield found
 
 
@@ -51,7 +52,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_job_runs_a_saved_plan(client: Client, file: Path, tmp_path: Path) -> None:
     request = read_plan(file)
-    job = client.wait(client.submit_request(request).id, timeout_s=60)
+    job = client.wait(client.submit_request(request).id, timeout_s=PATIENCE_S)
     assert job.state is JobState.SUCCEEDED, job.error
     assert request.plan is not None
     assert job.request.plan == request.plan
@@ -59,7 +60,7 @@ def test_a_job_runs_a_saved_plan(client: Client, file: Path, tmp_path: Path) -> 
     reshard.convert(tmp_path / "run1", tmp_path / "plain", to="zero", dp=3)
     for path in (tmp_path / "plain").glob("*.pt"):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-    page = httpx.get(f"{client.url}/jobs/{job.id}", headers={"Accept": "text/html"}, timeout=120).text
+    page = httpx.get(f"{client.url}/jobs/{job.id}", headers={"Accept": "text/html"}, timeout=PATIENCE_S).text
     assert "runs a saved plan" in page
     assert request.plan.digest in page.partition('id="saved-plan"')[2]
     listed = next(found for found in client.list().jobs if found.id == job.id)
@@ -68,9 +69,9 @@ def test_a_job_runs_a_saved_plan(client: Client, file: Path, tmp_path: Path) -> 
 
 def test_the_file_itself_is_the_body_of_a_submission(client: Client, file: Path) -> None:
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{client.url}/v1/jobs", content=file.read_bytes(), headers=headers, timeout=120)
+    answer = httpx.post(f"{client.url}/v1/jobs", content=file.read_bytes(), headers=headers, timeout=PATIENCE_S)
     assert answer.status_code == 202, answer.text
-    assert client.wait(answer.json()["id"], timeout_s=60).state is JobState.SUCCEEDED
+    assert client.wait(answer.json()["id"], timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
 
 
 def test_a_submission_of_a_plan_that_has_changed_is_refused(client: Client, file: Path, tmp_path: Path) -> None:

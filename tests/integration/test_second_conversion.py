@@ -18,6 +18,7 @@ from checkpoints import gpt_parameters
 from house.promises import command
 from house.sources import zero_source
 from house.tiers import STORES, rest_full
+from house.waiting import PATIENCE_S
 from reshard.errors import ExitCode
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import ObjectStore
@@ -61,7 +62,7 @@ def stopped_in_its_middle(process: subprocess.Popen[bytes], files: Files) -> dic
     The process is stopped whenever the files are listed: a busy store may take longer for that than the process takes
     for the rest of its work.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         time.sleep(0.03)
         assert process.poll() is None, "it ended before it could be stopped"

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from house.waiting import wait_until
+from house.waiting import PATIENCE_S, wait_until
 from reshard.choices import JobState
 from reshard.errors import RequestError
 from reshard_service.app import create_app
@@ -67,9 +67,9 @@ def test_jobs_run_and_the_end_is_clean(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, url), client_of(url) as client:
         # The real probe knows nothing of scripts; the job is put in beside the API.
         job_id = create_job(tmp_path, "out", units=4)
-        assert client.wait(job_id, timeout_s=60).state is JobState.SUCCEEDED
+        assert client.wait(job_id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
         long = create_job(tmp_path, "long", units=4000, unit_s=0.05)
-        wait_until(lambda: len(units_done(tmp_path / "long")) >= 2, timeout_s=60)
+        wait_until(lambda: len(units_done(tmp_path / "long")) >= 2, timeout_s=PATIENCE_S)
         family = tree_of(process.pid)
         # The API, its probe that waits, the executor, and the engine of the job.
         assert len(family) == 4
@@ -79,9 +79,9 @@ def test_jobs_run_and_the_end_is_clean(tmp_path: Path) -> None:
         job = client.get(long)
         assert job.state in {JobState.QUEUED, JobState.PLANNING, JobState.RUNNING}
         assert client.cancel(long).state is JobState.CANCELLING
-        assert client.wait(long, timeout_s=60).state is JobState.CANCELLED
+        assert client.wait(long, timeout_s=PATIENCE_S).state is JobState.CANCELLED
         again = create_job(tmp_path, "killed", units=4000, unit_s=0.05)
-        wait_until(lambda: len(units_done(tmp_path / "killed")) >= 2, timeout_s=60)
+        wait_until(lambda: len(units_done(tmp_path / "killed")) >= 2, timeout_s=PATIENCE_S)
         family = tree_of(process.pid)
         process.kill()
         assert gone(family[1:], within_s=30)

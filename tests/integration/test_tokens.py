@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from house.waiting import PATIENCE_S
 from servers.stack import Stack
 
 OPERATOR = "the token of the operator"
@@ -27,7 +28,7 @@ class Api:
 
     def ask(self, method: str, path: str, token: str = OPERATOR, **more: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {token}", **more.pop("headers", {})}
-        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=20, **more)
+        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=PATIENCE_S, **more)
 
     def token(self, *scopes: str, **more: Any) -> tuple[str, str]:
         answer = self.ask("POST", "/v1/tokens", json={"name": "test", "scopes": scopes, **more})

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from checkpoints import write_zero_checkpoint
 
+from house.waiting import PATIENCE_S
 from reshard.choices import JobState, TargetFormat
 from reshard.options import SourceSpec
 from servers.collector import Collector, Received, collector
@@ -43,7 +44,7 @@ def submit(url: str, source: str, target: str, *, token: str = "", **more: objec
     """The id of a job that a caller with a trace of its own has made."""
     body = {"source": {"url": source}, "target": target, "to": "universal", **more}
     headers = {"traceparent": TRACEPARENT, **({"Authorization": f"Bearer {token}"} if token else {})}
-    answer = httpx.post(f"{url}/v1/jobs?page_token={TOKEN}", json=body, headers=headers, timeout=60)
+    answer = httpx.post(f"{url}/v1/jobs?page_token={TOKEN}", json=body, headers=headers, timeout=PATIENCE_S)
     assert answer.status_code == 202, answer.text
     return answer.json()["id"]
 
@@ -91,7 +92,7 @@ def test_one_trace_from_the_callers_request_to_the_runs_of_two_workers(
         client = exits.enter_context(client_of(url, TOKEN))
         parts = {"to": "safetensors", "part_bytes": 5 << 20, "threads": 1}
         job = submit(url, f"s3://{bucket}/run", f"s3://{bucket}/out", token=TOKEN, **parts)
-        ended = client.wait(job, timeout_s=150)
+        ended = client.wait(job, timeout_s=PATIENCE_S)
         assert ended.state is JobState.SUCCEEDED, ended.error
         received.wait_until(lambda: bool(received.named("attempt", job)) and bool(received.named("help", job)))
 
@@ -141,13 +142,13 @@ def test_attempts_and_failures_have_spans_of_their_own(stack: Stack, received: C
     stack.extra |= received.env()
     with stack.api() as url, stack.worker() as worker, client_of(url) as client:
         again = submit(url, scripted(units=3, fail="storage.unavailable", at=1, times=1), str(tmp_path / "again"))
-        assert client.wait(again, timeout_s=60).state is JobState.SUCCEEDED
+        assert client.wait(again, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
         crashed = submit(url, scripted(units=2, crash=int(signal.SIGKILL)), str(tmp_path / "crashed"), max_attempts=1)
-        assert client.wait(crashed, timeout_s=60).state is JobState.FAILED
+        assert client.wait(crashed, timeout_s=PATIENCE_S).state is JobState.FAILED
         failed = submit(url, scripted(fail="checkpoint.incomplete"), str(tmp_path / "failed"))
-        assert client.wait(failed, timeout_s=60).state is JobState.FAILED
-        assert httpx.get(f"{url}/v1/jobs/{TOKEN}", timeout=20).status_code == 404
-        httpx.get(f"{url}/healthz", timeout=20)
+        assert client.wait(failed, timeout_s=PATIENCE_S).state is JobState.FAILED
+        assert httpx.get(f"{url}/v1/jobs/{TOKEN}", timeout=PATIENCE_S).status_code == 404
+        httpx.get(f"{url}/healthz", timeout=PATIENCE_S)
         received.wait_until(lambda: bool(received.named("attempt", failed)) and len(received.named("queue")) == 4)
         assert worker.stop() in {0, -signal.SIGTERM}
     first, second = received.named("attempt", again)
@@ -184,9 +185,9 @@ def test_a_trace_that_is_not_sampled_and_one_that_is_no_trace(
     with stack.api() as url, stack.worker(), client_of(url) as client:
         for number, header in enumerate((f"00-{TRACE}-{CALLER}-00", "00-x-y-01", f"00-{'0' * 32}-{CALLER}-01")):
             body = {"source": {"url": scripted(units=1)}, "target": str(tmp_path / f"o{number}"), "to": "universal"}
-            made = httpx.post(f"{url}/v1/jobs", json=body, headers={"traceparent": header}, timeout=20)
+            made = httpx.post(f"{url}/v1/jobs", json=body, headers={"traceparent": header}, timeout=PATIENCE_S)
             assert made.status_code == 202
-            assert client.wait(made.json()["id"], timeout_s=60).state is JobState.SUCCEEDED
+            assert client.wait(made.json()["id"], timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
         received.wait_until(lambda: len(received.named("attempt")) == 2)
     posts = received.named("POST /v1/jobs")
     assert [p.parent for p in posts] == ["", ""]
@@ -206,7 +207,7 @@ def test_a_collector_that_fails_costs_no_job_its_time(
         began = time.monotonic()
         jobs = [submit(url, scripted(units=2), str(tmp_path / f"out{n}")) for n in range(8)]
         for job in jobs:
-            assert client.wait(job, timeout_s=60).state is JobState.SUCCEEDED
+            assert client.wait(job, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
         # One export alone would wait for 10 s, and there are 8 jobs one after the other: 80 s.
         assert time.monotonic() - began < 60
         ending = time.monotonic()
@@ -231,7 +232,7 @@ def test_a_missing_package_is_said_once_and_jobs_run(stack: Stack, received: Col
     with stack.api() as url, stack.worker(), client_of(url) as client:
         for name in ("one", "two"):
             job = submit(url, scripted(units=1), str(tmp_path / name))
-            assert client.wait(job, timeout_s=60).state is JobState.SUCCEEDED
+            assert client.wait(job, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
     for log in stack.directory.glob("*.log"):
         said = [line for line in log.read_text().splitlines() if "[otel]" in line]
         assert len(said) == 1, (log, said)
@@ -246,7 +247,7 @@ def test_without_the_variables_nothing_is_sent_or_stored(stack: Stack, received:
     stack.extra |= received.env(OTEL_SDK_DISABLED="true")
     with stack.api() as url, stack.worker(), client_of(url) as client:
         job = submit(url, scripted(units=1), str(tmp_path / "out"))
-        assert client.wait(job, timeout_s=60).state is JobState.SUCCEEDED
+        assert client.wait(job, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
     engine = engine_of(stack.database_url)
     with engine.begin() as connection:
         assert connection.execute(text("SELECT traceparent FROM jobs")).scalar_one() is None
@@ -258,7 +259,7 @@ def test_the_worker_traces_a_job_of_an_api_without_traces(stack: Stack, received
     with stack.api() as url, stack.worker(received.env()), client_of(url) as client:
         source = SourceSpec(url=scripted(units=1))
         job = client.submit(source, str(tmp_path / "out"), to=TargetFormat.UNIVERSAL)
-        assert client.wait(job.id, timeout_s=60).state is JobState.SUCCEEDED
+        assert client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
         received.wait_until(lambda: bool(received.named("attempt", job.id)))
     (attempt,) = received.named("attempt", job.id)
     assert attempt.parent == ""

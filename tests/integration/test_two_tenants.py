@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from house.waiting import PATIENCE_S
 from reshard.errors import JobError
 from reshard.models.jobs import ConvertResult
 from reshard_jobs.database import Database
@@ -50,7 +51,7 @@ class Service:
     def ask(self, method: str, path: str, *, token: str | None = None, **more: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.bert if token is None else token}", **more.pop("headers", {})}
         headers = {name: value for name, value in headers.items() if value}
-        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=20, **more)
+        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=PATIENCE_S, **more)
 
     def body(self, place: str = "bert", name: str = "out") -> dict[str, Any]:
         return {

@@ -27,7 +27,7 @@ from sqlalchemy import text
 from standardwebhooks import Webhook as Verifier, WebhookVerificationError
 
 from house.expected import raised, some
-from house.waiting import at_once, wait_until
+from house.waiting import PATIENCE_S, at_once, wait_until
 from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import RequestError, SourceError
 from reshard.models.access import DeliveryState
@@ -482,11 +482,11 @@ def test_an_endpoint_that_hangs_delays_no_other(local: Hooked, receiver: Receive
     deliverer = WebhookDeliverer(local.outbox, WebhookSender(ALLOWED, Sealer(())), keep_s=3600)
     deliverer.start()
     try:
-        wait_until(lambda: len(receiver.got("ok")) == 5, timeout_s=60)
-        wait_until(lambda: len(local.outbox.list(flaky, state=DeliveryState.DELIVERED)) == 4, timeout_s=60)
+        wait_until(lambda: len(receiver.got("ok")) == 5, timeout_s=PATIENCE_S)
+        wait_until(lambda: len(local.outbox.list(flaky, state=DeliveryState.DELIVERED)) == 4, timeout_s=PATIENCE_S)
         local.make_due()
-        wait_until(lambda: len(local.outbox.list(flaky, state=DeliveryState.DELIVERED)) == 5, timeout_s=60)
-        wait_until(lambda: len(local.outbox.list(good, state=DeliveryState.DELIVERED)) == 5, timeout_s=60)
+        wait_until(lambda: len(local.outbox.list(flaky, state=DeliveryState.DELIVERED)) == 5, timeout_s=PATIENCE_S)
+        wait_until(lambda: len(local.outbox.list(good, state=DeliveryState.DELIVERED)) == 5, timeout_s=PATIENCE_S)
     finally:
         began = time.monotonic()
         deliverer.stop()
@@ -509,7 +509,7 @@ def test_a_service_tells_the_end_of_jobs(stack: Stack, receiver: Receiver, tmp_p
         (listed,) = client.webhooks.list()
         assert listed == hook.model_copy(update={"secret": None}) == client.webhooks.get(hook.id)
         job = client.submit(scripted(units=2), str(tmp_path / "out"), to="universal")
-        assert client.wait(job.id, timeout_s=40).state is JobState.SUCCEEDED
+        assert client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
         wait_until(lambda: len(receiver.got("ok")) == 2)
         sent = receiver.got("ok")
         assert [json.loads(one["body"])["type"] for one in sent] == ["job.started", "job.succeeded"]

@@ -26,6 +26,7 @@ from psycopg.sql import SQL, Identifier, Literal
 
 from house.images import DOCKERFILE, command_of, compose, environment_of, example_settings
 from house.repository import ROOT
+from house.waiting import PATIENCE_S
 from servers.process import ServerProcess, free_port
 from servers.redis import redis_binary
 from servers.stack import end_tree
@@ -169,7 +170,7 @@ def test_a_job_through_the_topology_of_the_compose_file(topology: Topology) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"s3://{bucket}/out"
     assert client.list_objects_v2(Bucket=bucket, Prefix="out/zero/")["KeyCount"] > 0
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not topology.healthy("worker"):
         assert time.monotonic() < deadline, "the worker's health check fails"
     for service in ("api", "worker"):

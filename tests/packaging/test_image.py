@@ -16,6 +16,7 @@ import pytest
 from house import scratch_root
 from house.images import DOCKERFILE, command_of, compose, environment_of, example_settings, lineage
 from house.repository import ROOT
+from house.waiting import PATIENCE_S
 from servers.process import ServerProcess, free_port
 from servers.stack import end_tree
 
@@ -105,7 +106,7 @@ def service(image: Image, redis: str) -> Generator[tuple[Image, dict[str, str]]]
             process = ServerProcess(image.argv(*command, **settings), env=os.environ, log=log)
             stack.callback(end_tree, process)
             word = "startup complete" if name == "api" else " ready."
-            process.wait_until(lambda log=log, word=word: word in log.read_text(errors="replace"), timeout_s=120)
+            process.wait_until(lambda log=log, word=word: word in log.read_text(errors="replace"), timeout_s=PATIENCE_S)
         yield image, at
 
 

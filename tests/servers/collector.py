@@ -12,6 +12,7 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from house.waiting import PATIENCE_S
 from servers.answering import Handler, answering
 
 
@@ -51,7 +52,7 @@ class Collector:
         """The variables that switch traces on."""
         return {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100", **more}
 
-    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
+    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not ready():
             assert time.monotonic() < deadline, [(s.name, s.job) for s in self.spans]

@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 import httpx
 import pytest
 
+from house.waiting import PATIENCE_S
 from servers.answering import Handler, answering
 from servers.process import free_port, running
 from servers.stores import upload
@@ -206,7 +207,7 @@ class _Rules(Handler):
 def documented(server: GcsServer) -> Generator[GcsServer]:
     """The server behind a proxy that compares checksums, keeps all preconditions and removes composed sources."""
 
-    with httpx.Client(timeout=60) as sender:
+    with httpx.Client(timeout=PATIENCE_S) as sender:
 
         class Rules(_Rules):
             upstream = server.endpoint

@@ -15,8 +15,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-START_S = 40.0
-STOP_S = 15.0
+from house.waiting import PATIENCE_S
+
+STOP_S = 120.0
 
 
 class ServerProcess:
@@ -41,7 +42,7 @@ class ServerProcess:
         """Of the process that was started."""
         return self.popen.pid
 
-    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float = START_S) -> None:
+    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float = PATIENCE_S) -> None:
         """Return when `ready()` holds; fail with the server's output if it ends or takes too long."""
         deadline = time.monotonic() + timeout_s
         while not ready():

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from servers.process import ServerProcess, free_port, running
 
@@ -186,7 +187,7 @@ def scripted_runner() -> dict[str, str]:
 
 def client_of(url: str, token: str = "") -> Client:
     """A client of a service under test."""
-    return Client(url, token, timeout_s=20.0)
+    return Client(url, token, timeout_s=PATIENCE_S)
 
 
 def _answers(url: str) -> bool:
