@@ -9,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""The file that transformers' Trainer removes from a checkpoint when it is whole.
+
+Source: transformers 5.23.0 `trainer_jit_checkpoint.py`.
+"""
+
 
 class TargetFormat(StrEnum):
     """The formats that a conversion can write."""
@@ -273,5 +279,7 @@ MANIFEST = "reshard.json"
 RECORDS = ".reshard"
 """Folder of results and records of `ensure` inside a save directory. It is hidden, because Trainer and Accelerate
 delete checkpoints by the names in the directory above. It lies inside, so that it is deleted with its checkpoint."""
+SEALED = ".sealed.json"
+"""The end of the name of a certificate, which stands beside what it is about."""
 POINTERS = ("latest", "latest_universal")
 """The files in which DeepSpeed names the tag that a run resumes from."""

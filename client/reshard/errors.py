@@ -66,6 +66,9 @@ CODES: Mapping[str, CodeEntry] = {
     ),
     "request.target_busy": CodeEntry(409, ExitCode.CONFLICT, "Another conversion is writing the target."),
     "request.overlap": CodeEntry(422, ExitCode.USAGE, "Source and target overlap."),
+    "request.run_directory": CodeEntry(
+        422, ExitCode.USAGE, "The source is the directory of a run, and not one checkpoint."
+    ),
     "request.budget_too_small": CodeEntry(422, ExitCode.REFUSED, "No plan fits the memory limit."),
     "request.above_maximum": CodeEntry(
         422, ExitCode.REFUSED, "The request asks for more memory or threads than the operator allows."

@@ -445,8 +445,8 @@ class Engine(Protocol):
         """Remove files that unfinished conversions into a target left, unless a process still uses them."""
         ...
 
-    def steps(self, run: str, *, profile: str | None = None) -> RunListing:
-        """List the checkpoints in the directory of a run, from their metadata."""
+    def steps(self, run: str, *, profile: str | None = None, most: int | None = None) -> RunListing:
+        """List the checkpoints of a run, from their metadata; with `most`, only those with the highest numbers."""
         ...
 
     def prune(

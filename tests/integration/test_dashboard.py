@@ -365,6 +365,20 @@ def test_an_unreadable_source_is_told_at_its_field(real: Service) -> None:
     assert 'id="source-error"' in refused.text
 
 
+def test_the_form_names_the_newest_complete_checkpoint_of_a_run(real: Service) -> None:
+    run = real.directory / "runs" / "without-latest"
+    shutil.copytree(real.directory / "runs" / "run1" / "global_step3", run / "global_step3")
+    shutil.copytree(run / "global_step3", run / "global_step9")
+    next((run / "global_step9").glob("*_1_*")).unlink()
+    page = real.browser().page(f"/submit?source={run}")
+    assert f'value="{run}/global_step3"' in page
+    assert "its newest complete checkpoint is global_step3 (not complete: global_step9" in words_of(page)
+    fields = {"source": str(run), "to": "universal", "target": f"{real.directory}/out/u"}
+    refused = real.browser().send("/submit", fields)
+    assert refused.status_code == 422
+    assert f"{run}/global_step3" in words_of(refused.text)
+
+
 def test_a_wrong_address_is_a_page_for_people_and_json_for_programs(service: Service) -> None:
     browser = service.browser()
     for path in ("/nothing", "/jobs/a/b/c", "/submit/nothing", "/jobs/job_nothing", "/static/nothing.css"):

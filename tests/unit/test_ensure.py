@@ -79,7 +79,10 @@ def test_a_stale_latest_lists_what_is_there(checkpoint: Path) -> None:
     os.utime(checkpoint / "global_step10", (2e9, 2e9))
     error = raised(SourceError, reshard.ensure, checkpoint, dp=3)
     assert error.code == "checkpoint.bad_latest"
-    assert error.fix == "name an existing tag: --tag global_step10 (there are: global_step10, global_step3)"
+    # The state says its step, and the copy's name says another one.
+    assert (
+        error.fix == "name the newest complete checkpoint: --tag global_step3 (complete: global_step10, global_step3)"
+    )
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, "storage.unavailable"), (errno.EACCES, "storage.denied")])
@@ -96,7 +99,10 @@ def test_a_file_system_that_does_not_answer_is_not_an_empty_one(
 @pytest.mark.parametrize("name", ["checkpoint-3", "checkpoint-3/global_step3"])
 def test_a_save_that_did_not_finish_is_refused_even_if_it_fits(name: str, checkpoint: Path) -> None:
     for number in (1, 2):
-        checkpoint.with_name(f"checkpoint-{number}").mkdir()
+        other = shutil.copytree(checkpoint, checkpoint.with_name(f"checkpoint-{number}"))
+        (other / "global_step3").rename(other / f"global_step{number}")
+        (other / "latest").write_text(f"global_step{number}")
+    next(checkpoint.with_name("checkpoint-1").rglob("*_optim_states.pt")).unlink()
     (checkpoint / "checkpoint-is-incomplete.txt").write_text("Checkpoint started at step 3 and in progress...")
     error = raised(SourceError, reshard.ensure, checkpoint.parent / name, dp=2)
     assert error.code == "checkpoint.incomplete"

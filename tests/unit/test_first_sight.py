@@ -43,7 +43,7 @@ def test_paths_without_a_checkpoint(place: Path) -> None:
 def test_a_tag_that_is_not_there_is_answered_with_the_one_most_like_it(place: Path) -> None:
     shutil.copytree(place / "run1" / "global_step3", place / "run1" / "global_step3_universal")
     _, fix = _fix("inspect", "run1", "--tag", "global_step5")
-    assert fix == "name an existing tag: --tag global_step3 (there are: global_step3, global_step3_universal)"
+    assert fix == "name a complete checkpoint: --tag global_step3 (complete: global_step3, global_step3_universal)"
     shutil.copytree(place / "run1", place / "run1" / "zweights")  # a checkpoint, and no tag
     _, fix = _fix("inspect", "run1", "--tag", "zweight")
     assert "zweights" not in fix

@@ -85,9 +85,10 @@ def test_files_of_ranks_are_read_as_what_they_are(kind: str, tmp_path: Path) -> 
     how, where = _OF_ITEMS[kind]
     place = save_items(replace(small_model(), ties={}), tmp_path / "run" / where, World((2,)), how)
     if where:
-        error, fix = _said("inspect", str(tmp_path / "run"))
-        assert error.startswith("source.unknown_kind")
-        assert f"--tag {where}" in fix
+        assert f"its newest complete checkpoint is {where}: this" in command("inspect", str(tmp_path / "run"))[2]
+        error, fix = _said("convert", str(tmp_path / "run"), "OUT", "--to", "safetensors", "-q")
+        assert error.startswith("request.run_directory")
+        assert fix == f"reshard convert {place} OUT --to safetensors -q"
         assert "Megatron" not in error + fix
     code, out, _ = command("inspect", str(place))
     assert (code, out.partition("\n")[0].startswith("torch-checkpointing, dp=2")) == (0, True)
@@ -279,13 +280,13 @@ def test_ensure_of_full_files_says_who_loads_them(full: list[str], others: list[
 def test_ensure_names_what_is_below(tmp_path: Path) -> None:
     make_save(tmp_path / "runs" / "run1")
     _, fix = _said("ensure", str(tmp_path / "runs"), "--dp", "2")
-    assert fix == f"the newest checkpoint below it is {tmp_path / 'runs' / 'run1'}"
+    assert fix == f"name a checkpoint below it: {tmp_path / 'runs' / 'run1'}"
     (tmp_path / "runs" / "run1" / "latest").unlink()
     for name in ("", "trainer_state.json"):
         _files(tmp_path / "runs" / "run1", filter(None, [name]))
         error, fix = _said("ensure", str(tmp_path / "runs" / "run1"), "--dp", "2")
         assert error.endswith("holds no `latest` and no files of DeepSpeed")
-        assert fix.startswith("name an existing tag: --tag global_step3")
+        assert fix == "name the newest complete checkpoint: --tag global_step3 (complete: global_step3)"
     assert command("ensure", str(tmp_path / "runs" / "run1"), "--dp", "2", "--tag", "global_step3")[0] == 0
 
 

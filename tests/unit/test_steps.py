@@ -287,12 +287,13 @@ def trainers(run: Path) -> Path:
     shutil.copytree(DATA / "zero2_tiny" / "global_step3", place / "global_step3")
     (place / "latest").write_text("global_step3")
     shutil.copytree(DATA / "zero2_tiny" / "global_step3", run / "global_step3")
-    return run_of(run, 9)
+    shutil.copytree(DATA / "tutorial_zero2" / "global_step4", run / "global_step4")
+    return run
 
 
 def test_only_weights_are_kept_where_they_are_files_of_their_own(tmp_path: Path) -> None:
     run = trainers(tmp_path / "run")
-    assert [s.step for s in load_engine().steps(str(run)).steps] == [3, 3, 9]
+    assert [s.step for s in load_engine().steps(str(run)).steps] == [3, 3, 4]
     before = (run / "checkpoint-3" / "model.safetensors").read_bytes()
     told = pruned(run, "--keep-last", "1", "--weights-only", "--yes")
     assert "goes: training state of checkpoint-3" in told
@@ -302,6 +303,13 @@ def test_only_weights_are_kept_where_they_are_files_of_their_own(tmp_path: Path)
     assert len(list((run / "global_step3").iterdir())) == 3
     assert all(step.complete for step in load_engine().steps(str(run)).steps)
     assert "weights alone" in pruned(run, "--keep-last", "1", "--weights-only", "--yes")
+
+
+def test_newer_weights_do_not_cost_the_last_state_that_a_run_resumes_from(tmp_path: Path) -> None:
+    run = run_of(trainers(tmp_path / "run"), 8, 9)
+    assert load_engine().steps(str(run)).newest == "global_step4"
+    told = pruned(run, "--keep-last", "1", "--yes")
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-9", "global_step4"], told
 
 
 def test_files_that_were_written_again_are_not_those_that_were_to_go(tmp_path: Path) -> None:

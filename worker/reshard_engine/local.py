@@ -49,9 +49,10 @@ from reshard.options import Options, SourceSpec
 from reshard.shared_work import SharedWork
 from reshard.wire_model import invalid
 from reshard_engine.formats.registry import rules_of
-from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
+from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.inspection import describe
+from reshard_engine.operations.steps import named_checkpoint, naming_newest, prune, steps_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import WRITABLE_URLS, open_location, service_store
 from reshard_engine.storage.texts import write_text
@@ -125,7 +126,14 @@ class LocalEngine:
         """
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         place = open_location(source.url, source.profile)
-        checkpoint = read_checkpoint(place, source.tag, ledger, choices=source)
+        try:
+            checkpoint = named_checkpoint(place, source, ledger)
+        except RequestError as error:
+            if error.code != "request.run_directory":
+                raise
+            step = source.model_copy(update={"url": error.details["newest"]})
+            described, said = self.inspect(step, compare=compare), f"{error.message}: this describes it"
+            return described.model_copy(update={"warnings": (said, *described.warnings), "newest": step.url})
         if compare:
             from reshard_engine.execute.checks.source import check_agreements
 
@@ -138,9 +146,7 @@ class LocalEngine:
         from reshard_engine.operations.layout_map import picture_of
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
-        return picture_of(
-            read_checkpoint(open_location(source.url, source.profile), source.tag, ledger, choices=source), tensor
-        )
+        return picture_of(named_checkpoint(open_location(source.url, source.profile), source, ledger), tensor)
 
     def planned_pictures(self, request: ConvertRequest, tensor: str | None = None) -> LayoutPair:
         """List what the files of the source hold, and what those of the target will hold."""
@@ -320,7 +326,8 @@ class LocalEngine:
         location = open_location(target, profile)
         if location.store.stat(location.child(MANIFEST_NAME).path) is None:
             try:
-                location = find_checkpoint(location, None).location
+                with naming_newest(location, None):
+                    location = find_checkpoint(location, None).location
             except SourceError as error:
                 if error.code in ("source.not_found", "checkpoint.bad_latest"):
                     raise
@@ -340,8 +347,7 @@ class LocalEngine:
 
         rules = rules_of(options.options)
         left, right = (
-            read_checkpoint(open_location(s.url, s.profile), s.tag, OpaqueLedger(OpaquePolicy.KEEP), rules, s)
-            for s in (a, b)
+            named_checkpoint(open_location(s.url, s.profile), s, OpaqueLedger(OpaquePolicy.KEEP), rules) for s in (a, b)
         )
         return diff_checkpoints(left, right, options, on_progress=on_progress, should_stop=should_stop)
 
@@ -357,7 +363,7 @@ class LocalEngine:
         from reshard_engine.operations.proof.fingerprint import fingerprint_of
 
         place, ledger = open_location(source.url, source.profile), OpaqueLedger(OpaquePolicy.KEEP)
-        checkpoint = read_checkpoint(place, source.tag, ledger, rules_of(options.options), source)
+        checkpoint = named_checkpoint(place, source, ledger, rules_of(options.options))
         return fingerprint_of(checkpoint, options, on_progress=on_progress, should_stop=should_stop)
 
     def seal(
@@ -389,11 +395,9 @@ class LocalEngine:
         idle_s = 0.0 if idle else IDLE_S
         return clean_target(open_location(target, profile), dry_run=dry_run, idle_s=idle_s)
 
-    def steps(self, run: str, *, profile: str | None = None) -> RunListing:
-        """List the checkpoints of a run."""
-        from reshard_engine.operations.steps import steps_of
-
-        return steps_of(open_location(run, profile))
+    def steps(self, run: str, *, profile: str | None = None, most: int | None = None) -> RunListing:
+        """List the checkpoints of a run; with `most`, only of so many entries with the highest numbers."""
+        return steps_of(open_location(run, profile), most=most)
 
     def prune(
         self,
@@ -407,8 +411,6 @@ class LocalEngine:
         only: Collection[str] | None = None,
     ) -> PruneReport:
         """Decide what goes of a run's checkpoints and, of the names in `only`, remove it."""
-        from reshard_engine.operations.steps import prune
-
         policy = PrunePolicy(
             keep_last=keep_last, keep_every=keep_every, keep_sealed=keep_sealed, weights_only=weights_only
         )

@@ -175,7 +175,7 @@ def inspect(
     if as_json:
         say(found.model_dump_json())
         return
-    commands = possible_commands(source, found, flags.words())
+    commands = possible_commands(found.newest or source, found, flags.words())
     say(*inspection_lines(found, commands, every_tensor=tensors, every_target=every))
     for warning in found.warnings:
         warn(warning)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Container, Sequence
@@ -106,6 +107,18 @@ def _help_hint(arguments: Sequence[str]) -> str:
     return " ".join(["reshard", *named, "--help"])
 
 
+def _for_newest(arguments: Sequence[str], error: ReshardError) -> str:
+    """The command again, with the newest complete checkpoint in the place of its run."""
+    run, newest = (str(error.details[name]) for name in ("source", "newest"))
+    words = [newest if _is_place(word, run) else word for word in arguments]
+    return error.fix if words == list(arguments) else shlex.join(["reshard", *words])
+
+
+def _is_place(word: str, url: str) -> bool:
+    path = os.path.expanduser(word)
+    return word.rstrip("/") == url or os.path.abspath(path) == url or os.path.realpath(path) == url
+
+
 _LIBRARY_WORDS = (
     (re.compile(r"\bValue error, "), ""),
     (re.compile(r"Input should be greater than or equal to (\S+)"), r"it is at least \1"),
@@ -149,6 +162,8 @@ def _run(arguments: Sequence[str], *, as_json: bool) -> int:
     except ReshardError as error:
         if error.fix == SEE_HELP:
             error.fix = _help_hint(arguments)
+        elif error.code == "request.run_directory":
+            error.fix = _for_newest(arguments, error)
         return report(error, as_json=as_json)
     except DetachedError as error:
         return int(error.exit_code)

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from reshard.choices import MANIFEST, POINTERS, RECORDS
-from reshard.errors import SourceError, StorageError, listed, printable, storage_code
+from reshard.choices import INCOMPLETE, MANIFEST, POINTERS, RECORDS
+from reshard.errors import ReshardError, SourceError, StorageError, listed, printable, storage_code
+from reshard.local import load_engine
 
-INCOMPLETE = "checkpoint-is-incomplete.txt"
 _MAX_POINTER_BYTES = 1_024
 _COPIED_BYTES = 16 << 20
 """Largest size of a file that is copied; larger ones are linked."""
@@ -31,7 +31,8 @@ _MODEL_TAG = re.compile(r"pytorch_model(?:_(\d+))?")
 _RANK_FILE = re.compile(r"(rng_state|random_states)(?:_(\d{1,7}))?(\.pth|\.pkl)")
 _SHARDS = re.compile(r"\.metadata|__\d+\.metadata|pytorch_model_fsdp_\d+")
 _SHARD_FOLDERS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_LOOKED_INTO = 98
+"""So many checkpoints of a run, those with the highest numbers, are looked into for the fix of an error."""
 _OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 _OF_TRAINER = "optimizer.pt"
 _WEIGHTS = re.compile(r"(?:model\.safetensors|pytorch_model\.bin)(?:\.index\.json)?")
@@ -129,6 +130,38 @@ def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> 
             `checkpoint.incomplete`.
         StorageError: `storage.denied`, `storage.unavailable`: the directory cannot be read.
     """
+    try:
+        return _source(src, tag, for_another_run)
+    except SourceError as error:
+        fix = _newest_complete(src, tag)
+        raise (SourceError(error.code, error.message, fix=fix) if fix else error) from error
+
+
+def _newest_complete(src: str, tag: str | None) -> str:
+    """A sentence that names the newest complete checkpoint of a run; empty if the engine is not here or knows none.
+
+    The run is the directory itself, or the one above a checkpoint that `reshard ls` does not call complete, or above
+    the directory of such a tag.
+    """
+    above, name = os.path.split(os.path.realpath(src))
+    runs = [(src, tag or "")]
+    while os.path.isdir(src) and name[-1:].isdecimal() and len(runs) < 3:
+        runs.append((above, name))
+        above, name = os.path.split(above)
+    for run, at in runs if os.path.isdir(src) else []:
+        with suppress(ReshardError):
+            listing = load_engine().steps(run, most=_LOOKED_INTO)
+            complete = [s.name for s in listing.steps if s.complete]
+            if listing.newest is None or at in complete:
+                continue
+            best, path = listing.newest, os.path.join(run, listing.newest)
+            if run == src and _holds_tag(path):
+                return f"name the newest complete checkpoint: --tag {shlex.quote(best)} (complete: {listed(complete)})"
+            return f"name the newest complete checkpoint: {printable(path, max_chars=1_024)}"
+    return ""
+
+
+def _source(src: str, tag: str | None, for_another_run: bool) -> LocalSource:  # noqa: FBT001 - as its caller's
     if os.path.isfile(src):
         raise _is_file(src)
     if not _names_in(src):
@@ -144,6 +177,7 @@ def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> 
     if for_another_run and _full_files(place):
         home = os.path.realpath(place)
         return LocalSource(home, (_tag_for(home),), names_tag=False, distributed=True, full=True)
+    asked = tag is not None
     if tag is None and (tag := _pointed(src)) is None:
         if not _holds_tag(src):
             raise _no_tag(src)
@@ -151,9 +185,10 @@ def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> 
         _refuse_incomplete(home)
         return LocalSource(home, (name,), names_tag=True)
     if not _is_name(tag) or not os.path.isdir(os.path.join(src, tag)):
+        said_by = "--tag" if asked else "`latest`"
         raise SourceError(
-            "checkpoint.bad_latest",
-            f"{printable(tag)!r} is not a directory in {printable(src)}",
+            "source.not_found" if asked else "checkpoint.bad_latest",
+            f"{said_by} names {printable(tag)!r}, which is not a directory in {printable(src)}",
             fix=_tags_there(src) or "copy the checkpoint again",
         )
     return LocalSource(os.path.realpath(src), (*_other_models(src, tag), tag), names_tag=False)
@@ -161,7 +196,7 @@ def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> 
 
 def _of_ranks(src: str, tag: str | None) -> LocalSource | None:
     """Files of FSDP's ranks: one directory, or a step of verl or SkyRL with one for each model; None for others."""
-    if tag is None and _pointed(src) is not None:
+    if tag is None and _holds_pointer(src):
         return None  # a save directory of DeepSpeed, whatever else lies in it
     place = os.path.realpath(src if tag is None else os.path.join(src, tag))
     if _holds_rank(place):
@@ -182,7 +217,7 @@ def megatron_run(src: str, tag: str | None) -> LocalSource | None:
     """An iteration of Megatron-core: the one that the tag or a run's tracker names, or `src`; None for others."""
     if not os.access(src, os.R_OK | os.X_OK) or not os.path.isdir(src):
         return None
-    if tag is None and _pointed(src) is not None:
+    if tag is None and _holds_pointer(src):
         return None  # a save directory of DeepSpeed, whatever else lies in it
     place = os.path.realpath(src if tag is None else os.path.join(src, tag))
     names_tag = tag is None and is_iteration(os.path.basename(place)) and _holds_megatron(place)
@@ -304,6 +339,12 @@ def _no_tag(src: str) -> SourceError:
             f"ranks; for a run of DeepSpeed: --to zero; as shards: {weights.removesuffix('safetensors')}dcp",
         )
     if _TRAINER_STATE in names and not tags:
+        if not optimizers and not any(map(_WEIGHTS.fullmatch, names)):
+            return SourceError(
+                "checkpoint.incomplete",
+                f"{printable(src)} holds {_TRAINER_STATE}, and neither weights nor an optimizer",
+                fix="resume from an older checkpoint",
+            )
         if not optimizers:
             return SourceError(
                 "source.unknown_kind",
@@ -315,7 +356,7 @@ def _no_tag(src: str) -> SourceError:
             f"{printable(src)} holds {listed(optimizers)}, and such optimizer states are not read yet",
             fix=f"DDP and FSDP2 load it as it is, on any number of ranks; for the weights: {weights}",
         )
-    where = _nearby(src) or tags or _below(src)
+    where = tags or _below(src)
     if not where and (single := _single(names)):
         return _is_file(os.path.join(src, single))
     return SourceError(
@@ -326,15 +367,15 @@ def _no_tag(src: str) -> SourceError:
 
 
 def _below(directory: str) -> str:
-    """A sentence that names the newest checkpoint one level down; empty if there is none."""
-    found: list[tuple[float, str]] = []
+    """A sentence that names the checkpoints one level down; empty if there are none."""
+    found: list[str] = []
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
                 pointed = any(os.path.isfile(os.path.join(entry.path, name)) for name in POINTERS)
                 if pointed or is_distributed(entry.path):
-                    found.append((entry.stat().st_mtime, entry.path))
-    return f"the newest checkpoint below it is {printable(max(found)[1])}" if found else ""
+                    found.append(entry.path)
+    return f"name a checkpoint below it: {listed(sorted(found))}" if found else ""
 
 
 def _tag_for(directory: str) -> str:
@@ -380,19 +421,8 @@ def _refuse_incomplete(directory: str) -> None:
     raise SourceError(
         "checkpoint.incomplete",
         f"{printable(directory)} holds {INCOMPLETE}: the process that saved it did not finish",
-        fix=_nearby(os.path.dirname(directory)) or "resume from an older checkpoint",
+        fix="resume from an older checkpoint",
     )
-
-
-def _nearby(directory: str) -> str:
-    """A sentence that names the newest complete `checkpoint-N` in a directory; empty if there is none."""
-    with suppress(OSError):
-        found = [(int(m[1]), n) for n in os.listdir(directory) if (m := _CHECKPOINT.fullmatch(n))]
-        for _, name in sorted(found, reverse=True):
-            path = os.path.join(directory, name)
-            if os.path.isdir(path) and not os.path.exists(os.path.join(path, INCOMPLETE)):
-                return f"the newest complete checkpoint is {printable(path)}"
-    return ""
 
 
 def _tags_there(directory: str) -> str:
@@ -416,6 +446,10 @@ def _pointed(directory: str) -> str | None:
                 raise SourceError("checkpoint.bad_latest", f"`{name}` is longer than any tag name")
             return text.decode("utf-8", "replace").strip()
     return None
+
+
+def _holds_pointer(directory: str) -> bool:
+    return any(os.path.lexists(os.path.join(directory, name)) for name in POINTERS)
 
 
 def _is_name(tag: str) -> bool:

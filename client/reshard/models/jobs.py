@@ -318,6 +318,8 @@ class Inspection(ShownModel):
     tensors: tuple[TensorInfo, ...]
     compared: int | None = Field(default=None, exclude_if=is_none)
     """Pairs of tensors that must agree, and do: copies, and masters with weights; None if they were not compared."""
+    newest: str | None = Field(default=None, exclude_if=is_none)
+    """If the source is the directory of a run: the URL of its newest complete checkpoint, which is described."""
 
 
 class CastLoss(WireModel):

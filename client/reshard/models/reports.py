@@ -360,6 +360,8 @@ class RunStep(WireModel):
     """True if a conversion into it has not ended, or has left files that `reshard clean` removes."""
     sealed: bool = False
     """True if a certificate of `reshard seal` or `convert --sign` stands beside it. Nothing is verified."""
+    of_training: bool = False
+    """True if it holds the state of a training, and not weights alone."""
 
 
 class RunListing(WireModel):
@@ -368,6 +370,9 @@ class RunListing(WireModel):
     schema_version: int = SCHEMA_VERSION
     url: str
     steps: tuple[RunStep, ...]
+    newest: str | None = None
+    """The name of the newest complete checkpoint: the one with the highest step. Weights alone are it only in a run
+    without training states."""
     others: tuple[str, ...] = ()
     """Directories that no format recognises as one checkpoint, among them runs of their own."""
     removing: tuple[str, ...] = ()

@@ -308,6 +308,9 @@ async def submit_page(request: Request, context: Context, caller: Submitter) -> 
         fields |= fields_of(job)
     values: dict[str, Any] = {"cloned": asked.get("clone", "")}
     found, problem = await _inspect(context, caller, fields)
+    if found is not None and found.newest is not None:
+        # A job needs one checkpoint: the field names the one that is described, and a warning says so.
+        fields["source"] = found.newest
     if found is not None and asked.get("plan"):
         try:
             values["plan"] = await _plan(context, caller, request_of(fields))

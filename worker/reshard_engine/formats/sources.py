@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from reshard.choices import INCOMPLETE
 from reshard.errors import ReshardError, SourceError, counted, listed, printable
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint
@@ -145,7 +146,9 @@ class _Below:
 
 def _recognise_child(location: Location, tag: str) -> Found | None:
     child = location.child(*tag.split("/"))
-    return _recognise(child, child.store.list_directory(child.path), tag)
+    listing = child.store.list_directory(child.path)
+    refuse_unfinished(child, listing)
+    return _recognise(child, listing, tag)
 
 
 def find_checkpoint(location: Location, tag: str | None) -> Found:
@@ -159,6 +162,7 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         if (info := location.store.stat(location.path)) is not None:
             return _named_file(location, info, tag)
         raise nothing_at(location)
+    refuse_unfinished(location, listing)
     if tag is not None:
         return _tagged(location, listing, tag, code="source.not_found", said_by="--tag")
     if (here := _recognise(location, listing, None, of_training=(True,))) is not None:
@@ -187,6 +191,27 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         fix=known or _of_ranks(listing) or "name the directory that holds `latest`, the rank files or the weights",
         details=details,
     )
+
+
+def refuse_unfinished(location: Location, listing: Listing) -> None:
+    """Refuse what lies in a directory that the Trainer has not finished.
+
+    Raises:
+        SourceError: `checkpoint.incomplete`.
+    """
+    if INCOMPLETE in listing.by_name:
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"{printable(location.url)} holds {INCOMPLETE}: the process that saved it did not finish",
+            fix="resume from an older checkpoint",
+        )
+
+
+def is_tag(location: Location, name: str) -> bool:
+    """True if `--tag NAME` names a checkpoint of a directory."""
+    with suppress(ReshardError):
+        return _recognise_child(location, name) is not None
+    return False
 
 
 def _tracked(location: Location, below: _Below, listing: Listing) -> Found | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from reshard.choices import INCOMPLETE
 from reshard.dcp_options import Framework
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import NotCarried
@@ -45,7 +46,7 @@ ARGUMENTS = "training_args.bin"
 """The Trainer's arguments."""
 MADE_ANEW = {
     ARGUMENTS: "the Trainer writes its arguments anew",
-    "checkpoint-is-incomplete.txt": "a mark of the Trainer",
+    INCOMPLETE: "a mark of the Trainer",
 }
 """Files of a trainer that are not read, each with the reason."""
 _STATE_LIMIT_BYTES = 64 << 20

@@ -13,7 +13,8 @@ from reshard_engine.formats.carried import missing_states
 from reshard_engine.formats.format import refuse_choices
 from reshard_engine.formats.model_weights import refuse_placeholders
 from reshard_engine.formats.registry import format_writing, formats, left_out, relabelled, rules_of
-from reshard_engine.formats.sources import read_checkpoint, read_weights, training_state_near
+from reshard_engine.formats.sources import read_weights, training_state_near
+from reshard_engine.operations.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger, refusal
 from reshard_engine.pickles.trees import foreign_names, foreign_paths
 from reshard_engine.storage.locations import Location, open_location, refuse_link_elsewhere
@@ -119,7 +120,7 @@ def _read(source: Location, request: ConvertRequest) -> Checkpoint:
         refuse_choices(request.source, f"{request.to} takes the state dict as it is")
         return for_target
     rules = rules_of(request.options)
-    checkpoint = read_checkpoint(source, request.source.tag, ledger, rules, request.source, target=request.to)
+    checkpoint = named_checkpoint(source, request.source, ledger, rules, target=request.to)
     if later and (of_model := foreign_in_model(checkpoint)):
         raise ledger.refusal(of_model[0])
     return checkpoint

@@ -19,9 +19,9 @@ from reshard_engine.execute.checks.source import check_agreements
 from reshard_engine.execute.executor import stop_check
 from reshard_engine.execute.gather import TensorReader
 from reshard_engine.formats.model_weights import Weight, weights_of
-from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.operations.conversion import REMOTE_THREADS
 from reshard_engine.operations.requested import refuse_unexplained
+from reshard_engine.operations.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
@@ -122,9 +122,8 @@ def lazy(source: SourceSpec, *, exclude_frozen: bool) -> dict[str, LazyTensor]:
             them.
     """
     # Foreign objects are not weights: any of them is ignored.
-    checkpoint = read_checkpoint(
-        open_location(source.url, source.profile), source.tag, OpaqueLedger(OpaquePolicy.KEEP), choices=source
-    )
+    place = open_location(source.url, source.profile)
+    checkpoint = named_checkpoint(place, source, OpaqueLedger(OpaquePolicy.KEEP))
     refuse_unexplained(checkpoint)
     checkpoint.refuse_undecided(*(() if exclude_frozen else OF_TRAINING))
     check_agreements(checkpoint, ReplicaPolicy.ERROR, stop_check(None))

@@ -1,4 +1,7 @@
-"""The steps of a run: lists the checkpoints in its directory (`reshard ls`), and removes old ones (`reshard prune`).
+"""The steps of a run: which are complete, which is the newest, and the removal of old ones (`reshard prune`).
+
+`steps_of` is the only judge of what is complete and what is the newest: `reshard ls`, `inspect`, `prune`, `ensure` and
+the fixes of errors ask it.
 
 Whatever is not certainly an old, complete, unnamed checkpoint stays. A checkpoint stops being listed with the first
 operation of its removal, and any later call ends a removal that was interrupted.
@@ -11,18 +14,21 @@ import re
 import shlex
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
+from typing import Any
 from urllib.parse import quote, unquote
 
 from pydantic import ValidationError
 
-from reshard.choices import EmptyWeights, OpaquePolicy
-from reshard.errors import RequestError, SourceError, printable
+from reshard.choices import SEALED, EmptyWeights, OpaquePolicy
+from reshard.errors import RequestError, ReshardError, SourceError, listed, printable
 from reshard.models.reports import PruneDecision, PrunePolicy, PruneReport, RunListing, RunStep
+from reshard.options import SourceSpec
 from reshard.wire_model import WireModel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.model_weights import refuse_placeholders
@@ -31,13 +37,14 @@ from reshard_engine.formats.sources import (
     Found,
     find_checkpoint,
     is_file_of_format,
+    is_tag,
     nothing_at,
     pointers_in,
     read_checkpoint,
     read_weights,
+    refuse_unfinished,
     state_here,
 )
-from reshard_engine.operations.proof.sealing import SUFFIX as SEALED
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.local_writes import sync_directory, unlink, write_file, writing
 from reshard_engine.storage.locations import Location
@@ -56,6 +63,10 @@ _MOST_MARK_BYTES = 256 << 20
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 """Ends of names of files that a training state may be read from, and that are weights of their own as well."""
 _NOT_ONE_CHECKPOINT = frozenset({"source.unknown_kind", "source.not_found"})
+_NAMED_IN_A_FIX = 98
+"""For the fix of an error, so many entries of a run are judged: those with the highest numbers."""
+_OF_A_CHOICE = ("checkpoint.ambiguous", "checkpoint.unexplained", "rules.", "source.unsupported", "source.too_slow")
+"""Errors that another checkpoint of the same run would raise as well."""
 
 
 class _Mark(WireModel):
@@ -117,21 +128,28 @@ class _Surroundings:
 # Listing.
 
 
-def steps_of(run: Location) -> RunListing:
+def steps_of(run: Location, *, most: int | None = None) -> RunListing:
     """List the checkpoints of a run, by step. Only metadata is read.
+
+    Args:
+        run: The directory of the run.
+        most: Judge only so many entries, those with the highest numbers in their names.
 
     Raises:
         SourceError: `source.not_found`; and what is wrong with a pointer of the run.
         RequestError: `request.invalid`: the directory is a checkpoint, or has too many entries.
     """
-    return _listed(run, _Surroundings.of(run))
+    return _listed(run, _Surroundings.of(run), most)
 
 
-def _listed(run: Location, around: _Surroundings) -> RunListing:
+def _listed(run: Location, around: _Surroundings, most: int | None = None) -> RunListing:
     listing = around.listing
     if not listing.files and not listing.directories:
         raise nothing_at(run)
-    sizes = _sizes(run, _candidates(run, around))
+    candidates = _candidates(run, around)
+    if most is not None:
+        candidates = sorted(candidates, key=lambda name: (-1 if (n := number_of(name)) is None else n, name))[-most:]
+    sizes = _sizes(run, candidates)
     # SeaweedFS 4 lists a prefix for a while after its last object is gone.
     names = [name for name, (files, _) in sizes.items() if files or run.store.scheme == "file"]
     at_once = 1 if run.store.scheme == "file" else _READ_AT_ONCE
@@ -142,6 +160,7 @@ def _listed(run: Location, around: _Surroundings) -> RunListing:
     return RunListing(
         url=run.url,
         steps=tuple(sorted(steps, key=_place_in_list)),
+        newest=_newest(steps),
         others=tuple(others),
         removing=tuple(sorted(around.removing)),
     )
@@ -150,6 +169,13 @@ def _listed(run: Location, around: _Surroundings) -> RunListing:
 def _place_in_list(step: RunStep) -> tuple[int, str]:
     number = number_of(step.name) if step.step is None else step.step
     return (-1 if number is None else number, step.name)
+
+
+def _newest(steps: Iterable[RunStep]) -> str | None:
+    """The name of the newest complete checkpoint. Of two of one step, a name that says the step comes before others."""
+    complete = [s for s in steps if s.complete and s.step is not None]
+    states = [s for s in complete if s.of_training] or complete
+    return max(states, key=lambda s: (s.step, number_of(s.name) == s.step, s.name)).name if states else None
 
 
 def _candidates(run: Location, around: _Surroundings) -> list[str]:
@@ -203,6 +229,7 @@ def _step(run: Location, around: _Surroundings, sizes: Mapping[str, tuple[int, i
         sealed=f"{name}{SEALED}" in around.listing.by_name,
     )
     try:
+        refuse_unfinished(run, around.listing)
         found = find_checkpoint(place, None)
         if _is_run(place, name, found):
             return None
@@ -212,7 +239,13 @@ def _step(run: Location, around: _Surroundings, sizes: Mapping[str, tuple[int, i
         if error.code in _NOT_ONE_CHECKPOINT:
             return None
         return seen.model_copy(update={"code": error.code, "detail": printable(error.message, max_chars=1_024)})
-    facts = {"format": read.format, "world": dict(read.world), "step": read.counters.steps, "complete": True}
+    facts = {
+        "format": read.format,
+        "world": dict(read.world),
+        "step": read.counters.steps,
+        "complete": True,
+        "of_training": found.format.of_training,
+    }
     return seen.model_copy(update=facts)
 
 
@@ -244,6 +277,112 @@ def _with_steps(steps: Sequence[RunStep]) -> list[RunStep]:
     ]
 
 
+# The checkpoint that a user names.
+
+
+def named_checkpoint(
+    place: Location, source: SourceSpec, ledger: OpaqueLedger, rules: Mapping[str, Any] | None = None, target: str = ""
+) -> Checkpoint:
+    """Read the checkpoint that a user names at a place, as `read_checkpoint` does.
+
+    Raises:
+        RequestError: `request.run_directory` for the directory of a run; and as `read_checkpoint`.
+        SourceError: As `read_checkpoint`, with the newest complete checkpoint of the run in the fix.
+    """
+    if source.rank_files is not None:
+        return read_checkpoint(place, source.tag, ledger, rules, source, target=target)
+    with naming_newest(place, source.tag):
+        return read_checkpoint(place, source.tag, ledger, rules, source, target=target)
+
+
+@contextmanager
+def naming_newest(place: Location, tag: str | None) -> Generator[None]:
+    """Name the newest complete checkpoint of the run if the checkpoint of a place and a tag cannot be read.
+
+    Raises:
+        RequestError: `request.run_directory` if the place is the directory of a run.
+        SourceError: The error of the block, with another fix.
+    """
+    try:
+        yield
+    except SourceError as error:
+        if error.code.startswith(_OF_A_CHOICE):
+            raise
+        for run, name in _runs_around(place, tag):
+            better = None
+            with suppress(ReshardError):  # a service may not show the directory around its roots
+                better = _with_newest(error, run, name, steps_of(run, most=_NAMED_IN_A_FIX), of_place=run is place)
+            if better is not None:
+                raise better from error
+        raise
+
+
+def _runs_around(place: Location, tag: str | None) -> list[tuple[Location, str]]:
+    """The directories that may be the run of a checkpoint, each with the checkpoint's name in it, if that is known."""
+    with suppress(ReshardError):  # the tag that a pointer or a tracker names
+        tag = find_checkpoint(place, tag).tag
+    runs = [(place, tag or "")]
+    # A Trainer's `checkpoint-100` holds the directory of a tag.
+    for _ in range(2):
+        here = runs[-1][0]
+        above, name = parent_and_name(here.path)
+        if not _STEP_WORD.fullmatch(name) or above in ("", here.path):
+            break
+        runs.append((Location(place.store, above, parent_and_name(here.url)[0]), name))
+    return runs
+
+
+def _with_newest(
+    error: SourceError, run: Location, name: str, listing: RunListing, *, of_place: bool
+) -> ReshardError | None:
+    """The error with a fix that names the newest complete checkpoint; None if there is none, or if it cannot help.
+
+    Args:
+        error: The error.
+        run: The directory of the run.
+        name: The name of the checkpoint in the run, or empty.
+        listing: The checkpoints of the run.
+        of_place: The run is the place that the user named, so that `--tag` names its checkpoints.
+    """
+    complete = [s.name for s in listing.steps if s.complete]
+    if listing.newest is None or name in complete:
+        return None
+    mistyped = of_place and error.code == "source.not_found"
+    nearest = get_close_matches(name, complete, n=1, cutoff=0.8) if mistyped else []
+    best = (nearest or [listing.newest])[0]
+    what = "the newest complete checkpoint" if best == listing.newest else "a complete checkpoint"
+    url = run.child(*best.split("/")).url
+    details = {**error.details, "source": run.url, "newest": url}
+    named = shlex.quote(printable(url, max_chars=1_024))
+    fix = f"name {what}: reshard inspect {named}"
+    if error.code == "source.unknown_kind" and not name:
+        return RequestError(
+            "request.run_directory",
+            f"{printable(run.url)} is the directory of a run, and not one checkpoint; its newest complete checkpoint "
+            f"is {printable(best)}{_newer(listing, best)}",
+            fix=fix,
+            details=details,
+        )
+    if of_place and is_tag(run, best):
+        fix = f"name {what}: --tag {shlex.quote(printable(best))} (complete: {listed(complete)})"
+    if error.fix.startswith("copy") and name:
+        fix = f"{fix}; or {error.fix}"
+    return type(error)(error.code, error.message, fix=fix, details=details)
+
+
+def _newer(listing: RunListing, name: str) -> str:
+    """What is the matter with newer entries of a run, as an end of a message."""
+    at = next(_place_in_list(step) for step in listing.steps if step.name == name)
+    broken = [
+        f"{printable(s.name)}: {s.code}: {printable(s.detail, max_chars=160)}"
+        for s in listing.steps
+        if not s.complete and _place_in_list(s) > at
+    ]
+    others = [n for n in listing.others if _STEP_WORD.fullmatch(n) and (number_of(n) or 0) > at[0]]
+    broken += [f"{printable(n)}: no checkpoint" for n in others]
+    return f" (not complete: {'; '.join(broken[:3])})" if broken else ""
+
+
 # Deciding.
 
 
@@ -253,14 +392,20 @@ def decide(listing: RunListing, policy: PrunePolicy) -> list[PruneDecision]:
     Kept whatever the policy says: what is named by a pointer, is in use, is not complete, has no step, or has a name
     that is not of a step, such as `best`.
     """
-    complete = sorted({s.step for s in listing.steps if s.complete and s.step is not None}, reverse=True)
-    last = set(complete[: policy.keep_last])
+    # Newer weights alone do not cost a run the last states that it can resume from.
+    last = {step for states in (False, True) for step in _complete_steps(listing, states=states)[: policy.keep_last]}
     return [
         PruneDecision(
             name=s.name, step=s.step, files=s.files, size_bytes=s.size_bytes, kept_for=_kept_for(s, policy, last)
         )
         for s in listing.steps
     ]
+
+
+def _complete_steps(listing: RunListing, *, states: bool) -> list[int]:
+    """The steps of complete checkpoints, the newest first: of all, or of those with the state of a training."""
+    known = {s.step for s in listing.steps if s.complete and s.step is not None and (s.of_training or not states)}
+    return sorted(known, reverse=True)
 
 
 def _kept_for(step: RunStep, policy: PrunePolicy, last: Collection[int]) -> str:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from reshard.choices import OpaquePolicy
+from reshard.choices import SEALED as SUFFIX, OpaquePolicy
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, printable
 from reshard.local import install_line
 from reshard.models.jobs import CastLoss, ConvertRequest, ConvertResult, NotCarried, Progress, VerifyProblem
@@ -31,11 +31,12 @@ from reshard.models.reports import FingerprintOptions, FingerprintReport, SealCh
 from reshard.options import Options, SourceSpec
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import rules_of
-from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
+from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.integrity.checksums import Sha256
 from reshard_engine.integrity.manifest import TOOL_VERSION
 from reshard_engine.operations.diff import reading_threads
 from reshard_engine.operations.proof.fingerprint import WHOLE, component_digest, fingerprint_of, whole_digest
+from reshard_engine.operations.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.crc32 import pieces_of
 from reshard_engine.storage.locations import Location, open_location
@@ -43,8 +44,6 @@ from reshard_engine.storage.protocol import ObjectInfo, parent_and_name, read_by
 from reshard_engine.storage.texts import write_text
 from reshard_engine.storage.urls import canonical_url, refuse_writing_outside
 
-SUFFIX = ".sealed.json"
-"""The end of the name of a certificate that stands beside what it is about."""
 PASSPHRASE = "RESHARD_KEY_PASSPHRASE"  # noqa: S105 - the name of a variable
 """The environment variable with the passphrase of an encrypted private key."""
 _PEM = "-----BEGIN "
@@ -402,7 +401,7 @@ def _seal(source: SourceSpec, signer: Signer, see: Callable[[], _Seen], origin: 
 def _see(source: SourceSpec, options: Options, *, on_progress: OnProgress, should_stop: ShouldStop) -> _Seen:
     """Read a checkpoint: its state, then the bytes of all its files."""
     ledger, rules = OpaqueLedger(OpaquePolicy.KEEP), rules_of(options)
-    checkpoint = read_checkpoint(open_location(source.url, source.profile), source.tag, ledger, rules, source)
+    checkpoint = named_checkpoint(open_location(source.url, source.profile), source, ledger, rules)
     place = open_location(checkpoint.url, source.profile)
     objects = _objects(place)
     digest = partial(fingerprint_of, checkpoint, on_progress=on_progress, should_stop=should_stop)
@@ -628,7 +627,7 @@ def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyPro
     read = 0
     try:
         chosen = SourceSpec.model_validate({**source.model_dump(mode="json", exclude_none=True), **facts.choices})
-        checkpoint = read_checkpoint(place, source.tag, OpaqueLedger(OpaquePolicy.KEEP), facts.rules, chosen)
+        checkpoint = named_checkpoint(place, chosen, OpaqueLedger(OpaquePolicy.KEEP), facts.rules)
         place = open_location(checkpoint.url, source.profile)
         report = fingerprint_of(checkpoint, FingerprintOptions(weights_only=facts.state.weights_only, lines=True))
         read += report.read_bytes
