@@ -213,7 +213,9 @@ LIES = {
         "checkpoint.malformed", "the DTensor is float32", of_model(Q, lambda t: _meta(t, dtype=torch.int8))
     ),
     "a repeated element": Lie(
-        "tensor.amplification", "repeats a storage", of_model(Q, lambda t: _local(t, torch.zeros(1).expand(2, 4)))
+        "tensor.amplification",
+        "repeats a storage",
+        of_model(Q, lambda t: _local(t, torch.zeros(1).expand(1 << 11, 1 << 11))),
     ),
     "ranks of different shapes": Lie("checkpoint.mixed", f"{Q}/weight is float32 (5, 4)", in_model(_other_shape)),
     "a tensor that one rank lacks": Lie("checkpoint.mixed", Q, in_model(lambda m: m.pop(Q))),

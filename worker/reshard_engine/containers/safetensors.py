@@ -14,6 +14,7 @@ from math import prod
 from typing import Any, NamedTuple, cast
 
 from reshard.errors import SourceError, counted, printable
+from reshard_engine.containers.foreign import foreign_file
 from reshard_engine.containers.source_file import CachedFile, SourceFile, parse_json
 from reshard_engine.tensors.dtypes import BY_SAFETENSORS, Dtype
 from reshard_engine.tensors.layout import Body, FileTemplate, require_distinct
@@ -108,6 +109,8 @@ def open_safetensors_file(file: SourceFile) -> SafetensorsFile:
     """
     name = printable(file.name)
     cached = CachedFile(file)
+    if (other := foreign_file(file, cached.read)) is not None:
+        raise other
     if file.size_bytes < _LENGTH_BYTES:
         raise _bad(
             "header_size", f"{name} has {counted(file.size_bytes, 'byte')}; the length of its header alone takes 8"

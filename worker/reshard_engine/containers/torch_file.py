@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from reshard.errors import SourceError, printable
+from reshard_engine.containers.foreign import foreign_file
 from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.zip_reader import ZipDirectory, ZipEntry, read_record, read_zip_directory
 from reshard_engine.pickles.nodes import (
@@ -279,6 +281,8 @@ def open_torch_file(
     if file.size_bytes == 0:
         raise SourceError("checkpoint.incomplete", f"{printable(file.name)} is empty", fix="copy the checkpoint again")
     cached, limits = CachedFile(file), limits or configured_limits()
+    if (other := foreign_file(file, cached.read)) is not None:
+        raise other
     head = cached.read(0, min(4, file.size_bytes))
     if head == _ZIP_MAGIC:
         return _open_zip(cached, pickles or SharedPickles(ledger), limits)
@@ -306,7 +310,7 @@ def _open_zip(cached: CachedFile, pickles: SharedPickles, limits: PickleLimits) 
         raise SourceError(
             "source.unknown_kind",
             f"{name} is a zip archive without data.pkl: torch.save did not write it",
-            fix="name a file of torch.save, or the checkpoint's directory",
+            fix=f"unpack it, and name what is in it: unzip {shlex.quote(name)}",
         )
     if _small_record(cached, entries, "byteorder", b"little") != b"little":
         raise _other_endian(name)

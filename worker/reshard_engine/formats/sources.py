@@ -21,6 +21,8 @@ from reshard.choices import INCOMPLETE
 from reshard.errors import ReshardError, SourceError, counted, listed, printable
 from reshard.options import SourceChoices
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.foreign import foreign_file
+from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.format import NO_CHOICES, Format, Reader, ReadOptions, refuse_choices
 from reshard_engine.formats.model_weights import with_placeholders_named, without_wrappers
 from reshard_engine.formats.registry import formats, known_files, refuse_keys
@@ -252,12 +254,20 @@ def _named_file(location: Location, info: ObjectInfo, tag: str | None) -> Found:
     """
     known = _reader_of_file(info)
     if known is None or tag is not None:
+        if (other := _foreign(location, info)) is not None:
+            raise other
         raise SourceError(
             "source.unknown_kind",
             f"{printable(location.url)} is a file; a checkpoint is a directory",
             fix="name the directory that holds it",
         )
     return Found(location, Listing((info,), ()), None, *known)
+
+
+def _foreign(location: Location, info: ObjectInfo) -> SourceError | None:
+    """The error for a file that is no checkpoint, by its first bytes; None if they do not tell."""
+    file = SourceFile(location.store, parent_and_name(info.path)[1], (info,))
+    return foreign_file(file, file.read)
 
 
 def _only_file(location: Location, listing: Listing) -> Found | None:

@@ -19,6 +19,7 @@ from reshard_engine.formats.model_weights import checked_name
 from reshard_engine.formats.trainer_files import TRAINER_STATE
 from reshard_engine.pickles.nodes import Node, PTensor, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.rebuild import refuse_meta
 from reshard_engine.pickles.trees import is_extra_state
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, Store, parent_and_name, read_bytes
@@ -499,7 +500,9 @@ def parse_torch_weights(file: SourceFile, ledger: OpaqueLedger) -> Shard:
     tensors: list[HeldTensor] = []
     aliases: dict[str, str] = {}
     extra_states: dict[str, Node] = {}
-    for key, value in mapping_items(parsed.root, what=printable(file.name)).items():
+    entries = mapping_items(parsed.root, what=printable(file.name))
+    refuse_meta(entries, printable(file.name))
+    for key, value in entries.items():
         if isinstance(key, str) and is_extra_state(key) and not isinstance(value, PTensor):
             extra_states[checked_name(key)] = value
             continue

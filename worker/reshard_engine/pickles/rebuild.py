@@ -7,12 +7,12 @@ Source: torch 2.13.0 `torch/_utils.py` (`_rebuild_tensor_v2`, `_rebuild_paramete
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, counted, listed, printable
 from reshard_engine.pickles import policy
 from reshard_engine.pickles.nodes import (
     DEFAULT_LIMITS,
@@ -217,6 +217,9 @@ def check_instance(cls: Global, args: PTuple) -> None:
 
 MAX_ELEMS = 1 << 62
 _ATTRIBUTES, _ATTRIBUTE_CHARS = 8, 64
+_OF_META = "torch._utils._rebuild_meta_tensor_no_storage"
+_EXPANDED_ELEMS = 1 << 20
+"""So many elements may repeat one element: buffers that `expand` made. A checkpoint bounds their sum."""
 _KEY = re.compile(r"(?!.*\.\.)[0-9A-Za-z_.-]{1,64}")
 _STORAGES = {name: dtype.name for name, dtype in BY_STORAGE_CLASS.items()} | {"UntypedStorage": "uint8"}
 """Element types of storages by the class that a persistent id names."""
@@ -314,8 +317,12 @@ def _tensor(storage: Node, rest: tuple[Node, ...], dtype: str | None, limits: Pi
             "tensor.bad_extent",
             f"a tensor reaches element {last} of a storage that holds {room} ({printable(storage.key)})",
         )
-    if 0 in stride and numel > max(1, room) * 4:
-        raise SourceError("tensor.amplification", f"a tensor of {numel} elements repeats a storage of {room} elements")
+    if 0 in stride and numel > max(_EXPANDED_ELEMS, room * 4):
+        raise SourceError(
+            "tensor.amplification",
+            f"a tensor of {numel} elements repeats a storage of {room} elements: `expand` made it",
+            fix="where the run saved it, save the buffer whole: buffer.contiguous()",
+        )
     requires_grad = bool(rest[3]) if len(rest) > 3 and isinstance(rest[3], bool) else False
     return PTensor(storage, name, offset, shape, stride, requires_grad)
 
@@ -375,6 +382,28 @@ def _from_type(call: Global, args: PTuple, limits: PickleLimits) -> PTensor | PO
     if tensor is None:
         raise SourceError("pickle.forbidden_call", f"_rebuild_from_type_v2 of {printable(func.dotted)}")
     return replace(tensor, attributes=_texts(items[3]))
+
+
+def refuse_meta(entries: Mapping[Any, Node], what: str) -> None:
+    """Refuse a state dict with tensors of the device `meta`, which have no values.
+
+    Source: torch 2.13.0 `_tensor.py` (`_reduce_ex_internal`: such a tensor is saved without a storage).
+
+    Raises:
+        SourceError: `checkpoint.incomplete`.
+    """
+    ghosts = [
+        name
+        for name, node in entries.items()
+        if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == _OF_META
+    ]
+    if ghosts:
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"{what}: {len(ghosts)} of {counted(len(entries), 'tensor')} are on the device `meta`, so no values were "
+            f"saved: {listed([printable(str(name)) for name in ghosts])}",
+            fix="give the model its weights before it is saved, and save it again",
+        )
 
 
 def made_of_tensors(node: Node) -> MadeOfTensors | None:

@@ -42,6 +42,7 @@ from reshard_engine.formats.trainer_files import (
     ARGUMENTS,
     FULL,
     MADE_ANEW,
+    META,
     NUMBERED_OPTIMIZER,
     OPTIMIZERS,
     SCRIPTS_FILE,
@@ -61,9 +62,17 @@ from reshard_engine.formats.weight_files import (
     safetensors_files,
     torch_weight_files,
 )
-from reshard_engine.pickles.nodes import Node, PTensor, is_mapping, kind_of, mapping_items, script_items
+from reshard_engine.pickles.nodes import (
+    Node,
+    PObject,
+    PTensor,
+    is_mapping,
+    kind_of,
+    mapping_items,
+    script_items,
+)
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.pickles.rebuild import made_of_tensors
+from reshard_engine.pickles.rebuild import made_of_tensors, refuse_meta
 from reshard_engine.pickles.trees import is_extra_state
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes
@@ -87,6 +96,10 @@ _BESIDE = "it lies beside the model's file, and nothing reads it"
 _BESIDE_MODEL = "it lies beside pytorch_model_fsdp.bin, from which the weights are read"
 _MODEL_FILES = "configuration and tokenizer: --model-files with this directory copies them beside weights"
 _DIRECTORY = "name the directory that holds it"
+_SAVE_STATE_DICT = (
+    "only the code of its class can load a pickled object: load the file there with torch.load, and save what it "
+    "holds: torch.save(model.state_dict(), FILE)"
+)
 _CONFIG_LIMIT_BYTES = 1 << 20
 _LEAST_DIMS = 2
 """The dimensions of a matrix: vectors of different layers are often equal, and none is tied."""
@@ -227,7 +240,9 @@ def whole_tensor(tensor: PTensor, parsed: TorchFile) -> WholeTensor:
 
 def single_names(listing: Listing) -> list[str]:
     """The names of the files that may each hold a model and its optimizer together."""
-    names = (n for n in listing.by_name if (n.endswith(_SINGLE) or n == _OF_ONE_EPOCH) and not is_companion(n))
+    alone = len(listing.files) == 1  # Lightning's file beside shards has a name that scripts use as well
+    names = (n for n in listing.by_name if n.endswith(_SINGLE) or n == _OF_ONE_EPOCH)
+    names = (n for n in names if not is_companion(n) or (alone and n == META))
     return [n for n in names if n not in (NUMBERED_OPTIMIZER, RECIPE)]
 
 
@@ -260,7 +275,7 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
     parsed = open_torch_file(file, ledger)
     name = printable(file.name)
     if not is_mapping(parsed.root):
-        raise SourceError("source.unknown_kind", f"{name} holds {kind_of(parsed.root)}, no mapping", fix=_DIRECTORY)
+        raise _no_mapping(name, parsed.root)
     root = script_items(parsed.root, what=name)
     if is_model(parsed.root):
         found = Opened(SCRIPTS_FILE, {}, [parsed.file], model_key="")
@@ -273,6 +288,8 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
             f"{name} is a file of Megatron-LM, of one rank of its model parallelism",
             fix="name the directory of its iteration, such as iter_0000010, which holds the files of all ranks",
         )
+    for key, node in {"": parsed.root, **root}.items():
+        refuse_meta(entries_of(node), f"{name}: {printable(str(key))}" if key else name)
     sections = Sections.of(root)
     lightning = _LIGHTNING in root
     found = Opened("full-lightning" if lightning else SCRIPTS_FILE, {}, [parsed.file], by_model=lightning)
@@ -294,6 +311,12 @@ def _open_single(file: SourceFile, ledger: OpaqueLedger, choices: SourceChoices)
     return found
 
 
+def _no_mapping(name: str, root: Node) -> SourceError:
+    """The error for a file that holds no mapping."""
+    fix = _SAVE_STATE_DICT if isinstance(root, PObject) else _DIRECTORY
+    return SourceError("source.unknown_kind", f"{name} holds {kind_of(root)}, no mapping", fix=fix)
+
+
 def _several(sections: Sections, asked: str | None, name: str) -> Several:
     """The models and optimizers of a file, of which one pair is to be read.
 
@@ -305,7 +328,11 @@ def _several(sections: Sections, asked: str | None, name: str) -> Several:
     if not models:
         rest = [printable(str(k)) for k in (*sections.optimizers, *sections.schedulers, *sections.rest)]
         text = f"{name} has the keys {listed(rest) or 'none'}, and no state dict of a model is among them"
-        fix = f"{_DIRECTORY}, or a file that holds the model, too"
+        objects = {key: node for key, node in sections.rest.items() if isinstance(node, PObject)}
+        usual = [key for key in objects if key in _MODELS] or list(objects)
+        if usual:
+            text += f": {printable(str(usual[0]))} is {kind_of(objects[usual[0]])}"
+        fix = _SAVE_STATE_DICT if usual else f"{_DIRECTORY}, or a file that holds the model, too"
         raise SourceError("source.unknown_kind", text, fix=fix)
     usual = [key for key in _MODELS if key in models]
     if not usual and len(models) == 1 and asked is None:
