@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
+
 from oracle.cases import CASES
 from oracle.gather import gather_module, gather_states
 from oracle.train import RESUME_SEED, SOURCE_SEED, build_engine, start_world, train_steps
 
 
-def _digest(engine: Any) -> str:
-    """A digest of the weights and the optimizer's states, whole; collective."""
-    whole = gather_module(engine) | gather_states(engine).tensors
+def digest_of(engine: Any, *, weights: bool = True) -> str:
+    """A digest of the optimizer's states with the masters, and of the weights too, whole; collective."""
+    whole = (gather_module(engine) if weights else {}) | gather_states(engine).tensors
     found = hashlib.sha256()
     for name in sorted(whole):
-        found.update(name.encode() + whole[name].contiguous().numpy().tobytes())
+        found.update(name.encode() + whole[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -26,7 +28,7 @@ def save_all(case: str, folders: list[str], tags: list[str | int]) -> dict[str, 
     train_steps(engine, 2, rank, world)
     for folder, tag in zip(folders, tags, strict=True):
         engine.save_checkpoint(folder, tag=tag)
-    return {"state": _digest(engine), "losses": train_steps(engine, 2, rank, world)}
+    return {"state": digest_of(engine), "losses": train_steps(engine, 2, rank, world)}
 
 
 def load_all(case: str, loads: list[list[Any]]) -> list[Any]:
@@ -39,5 +41,5 @@ def load_all(case: str, loads: list[list[Any]]) -> list[Any]:
         if path is None:
             found.append(f"DeepSpeed finds no checkpoint {tag!r} in {folder}")
         else:
-            found.append({"state": _digest(engine), "losses": train_steps(engine, 2, rank, world)})
+            found.append({"state": digest_of(engine), "losses": train_steps(engine, 2, rank, world)})
     return found

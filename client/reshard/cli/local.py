@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -65,6 +65,7 @@ from reshard.cli.output import (
     possible_commands,
     quantized_line,
     report_lines,
+    with_model_files,
 )
 from reshard.draw.layout import Picture, render
 from reshard.errors import (
@@ -403,7 +404,8 @@ def run_conversion(
         ) from None
     for url in result.certificates:
         hint(f"wrote {printable(url)}", quiet=quiet)
-    _say_result(result, as_json=as_json, quiet=quiet)
+    more = () if into or quiet else with_model_files(request, {file.path for file in result.files})
+    _say_result(result, as_json=as_json, quiet=quiet, first=more)
     if push is not None:
         done = engine.push(request.target, push, overwrite=request.overwrite)
         what = "holds these files already, at" if done.already_done else "got them with"
@@ -416,7 +418,8 @@ def _signing_of(key: str, public_key: str | None, cert: str | None = None, trust
     return Signing(key=key, public_key=public_key, certificate=cert, trusted=tuple(trust or ()))
 
 
-def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool) -> None:
+def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool, first: Sequence[str] = ()) -> None:
+    """Print a result; `first` are next steps that come before the others."""
     for warning in result.warnings:
         warn(warning)
     lossy = [c for c in result.casts if c.overflowed or c.underflowed or c.nan or c.infinite]
@@ -434,7 +437,7 @@ def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool) -> None:
     elif not quiet:
         hint(done_line(result))
     if not quiet:
-        for line in next_steps(result.to, result.target, (file.path for file in result.files)):
+        for line in (*first, *next_steps(result.to, result.target, (file.path for file in result.files))):
             hint(f"next: {line}")
     say(result.target)
 

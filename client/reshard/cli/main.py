@@ -89,10 +89,13 @@ def report(error: ReshardError, *, as_json: bool) -> int:
     return int(error.exit_code)
 
 
-def _interrupted() -> JobError:
-    return JobError(
-        "job.cancelled", "this command was interrupted", fix="run it again; if a service has the job, the job goes on"
-    )
+_OF_JOBS = ("submit", "jobs")
+"""The commands that speak of a service's jobs."""
+
+
+def _interrupted(arguments: Sequence[str]) -> JobError:
+    more = "; a job that was submitted goes on: reshard jobs list" if arguments[0] in _OF_JOBS else ""
+    return JobError("job.cancelled", "this command was interrupted", fix=f"run the same command again{more}")
 
 
 def _help_hint(arguments: Sequence[str]) -> str:
@@ -173,10 +176,10 @@ def _run(arguments: Sequence[str], *, as_json: bool) -> int:
         text = getattr(error, "format_message", error.__str__)()
         return report(RequestError("request.invalid", _in_our_words(text), fix=_help_hint(arguments)), as_json=as_json)
     except (typer.Abort, KeyboardInterrupt):
-        return report(_interrupted(), as_json=as_json)
+        return report(_interrupted(arguments), as_json=as_json)
     if outcome == ExitCode.INTERRUPTED:
         # Newer versions of typer turn a KeyboardInterrupt into this status themselves.
-        return report(_interrupted(), as_json=as_json)
+        return report(_interrupted(arguments), as_json=as_json)
     return outcome if isinstance(outcome, int) else int(ExitCode.OK)
 
 

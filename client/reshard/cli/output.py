@@ -17,6 +17,7 @@ from reshard.errors import counted, format_size, printable
 if TYPE_CHECKING:
     from reshard.models.jobs import (
         CastLoss,
+        ConvertRequest,
         ConvertResult,
         Inspection,
         NotCarried,
@@ -316,6 +317,9 @@ def followed(source: str, tag: str | None) -> str | None:
     return f"followed `{pointers[0]}`: {printable(source)} has no `{POINTERS[0]}`"
 
 
+_OF_TAGS = (TargetFormat.UNIVERSAL, TargetFormat.ZERO)
+
+
 def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
     """The lines that say what a user does next with a target that has these files.
 
@@ -328,6 +332,8 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
     directory, tag = os.path.split(target.rstrip("/") if away else os.path.normpath(target))
     whole = "'DIR'" if away else repr(printable(target))
     save, name = ("'DIR'" if away else repr(printable(directory or "."))), repr(printable(tag))
+    # DeepSpeed looks for the directory of the tag in the directory that the script names.
+    place = f"DIR/{printable(tag)}" if to in _OF_TAGS else "DIR"
     calls = {
         TargetFormat.UNIVERSAL: [_UNIVERSAL, f"in the script: engine.load_checkpoint({save}, tag={name})"],
         TargetFormat.ZERO: [f"in the script: engine.load_checkpoint({save}, tag={name})"],
@@ -338,7 +344,26 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
     found = calls[TargetFormat(to)] if to in calls else []
     if to == DISTRIBUTED:
         found = [f"in the script: {_distributed_call(whole, names)}"]
-    return [f"copy {printable(target)} to a directory DIR of each node", *found] if away and found else found
+    copied = f"copy {printable(target)} to {place} of each node, for a directory DIR"
+    return [copied, *found] if away and found else found
+
+
+def with_model_files(request: ConvertRequest, files: Collection[str]) -> list[str]:
+    """The line with the command that writes a model's configuration and tokenizer beside its weights, if there are any.
+
+    A trainer saves them beside the state of a training, and without them `from_pretrained` does not load the weights.
+    """
+    from reshard.declared import flags_of  # it loads pydantic, which `reshard --help` does not need
+
+    taken = request.to in (TargetFormat.SAFETENSORS, TargetFormat.TORCH) and not remote(request.source.url)
+    if not taken or request.model_files is not None or "config.json" in files:
+        return []
+    source = os.path.normpath(request.source.url)
+    place = next((d for d in (source, os.path.dirname(source)) if os.path.isfile(os.path.join(d, "config.json"))), None)
+    if place is None:
+        return []
+    said = ["reshard", "convert", request.source.url, request.target, *flags_of(request), "--model-files", place]
+    return [f"for from_pretrained, with configuration and tokenizer: {shlex.join([*said, '--overwrite'])}"]
 
 
 def _from_hub(to: str, target: str, files: Iterable[str]) -> str:
