@@ -350,3 +350,92 @@ def test_a_killed_prune_leaves_nothing_half_listed(tmp_path: Path, operations: i
 def _gone(run: Path, listed: RunListing) -> set[str]:
     names = {f"checkpoint-{number}" for number in (100, 200, 300)}
     return {name for name in names if not (run / name).exists() and name not in listed.removing}
+
+
+# Marks that no `prune` made, and names that end a removal halfway.
+
+
+def outside(run: Path) -> Path:
+    """A checkpoint beside a run, which no command on the run may touch."""
+    weights(run.parent / "victim")
+    return run.parent / "victim"
+
+
+def hostile(run: Path, mark: str, *files: str) -> None:
+    """A mark in a run that asks for the removal of files with their present pins."""
+    pins = [(f, f"mtime:{s.st_mtime_ns}-{s.st_size}", None) for f in files if (s := os.stat(run / f))]
+    (run / mark).write_text(json.dumps({"first": 0, "files": pins}))
+
+
+@pytest.mark.parametrize(
+    "mark", ["..%2Fvictim", "checkpoint-300%2F..%2F..%2Fvictim", ".%2F..%2Fvictim", "link%2Fvictim", "link"]
+)
+def test_a_mark_that_names_a_place_outside_the_run_removes_nothing(tmp_path: Path, mark: str) -> None:
+    run = run_of(tmp_path / "run", 100, 200, 300)
+    victim = outside(run)
+    (run / "link").symlink_to(victim if mark == "link" else tmp_path)
+    name = "link" if mark == "link" else "link/victim" if mark.startswith("link") else "../victim"
+    hostile(run, f".reshard-removing-{mark}", *(f"{name}/{file.name}" for file in victim.iterdir()))
+    told = pruned(run, "--keep-last", "2", "--yes")
+    assert sorted(path.name for path in victim.iterdir()) == ["config.json", "model.safetensors"]
+    assert f"goes: {name}" not in told
+    assert there(run) == [200, 300], "the mark does not block the removal of old steps"
+    assert (run / f".reshard-removing-{mark}").exists()
+
+
+def test_a_mark_that_is_damaged_is_reported_and_removes_nothing(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 100, 200)
+    (run / ".reshard-removing-..%2Fvictim").write_text("{}")
+    (run / ".reshard-removing-check%70oint-100").write_text("{}")
+    listed = load_engine().steps(str(run))
+    assert listed.removing == ()
+    assert listed.others == (".reshard-removing-..%2Fvictim", ".reshard-removing-check%70oint-100")
+
+
+def test_a_file_behind_a_linked_directory_is_no_part_of_a_removal(tmp_path: Path) -> None:
+    run = trainers(tmp_path / "run")
+    state = run / "checkpoint-3" / "global_step3"
+    state.rename(tmp_path / "elsewhere")
+    state.symlink_to(tmp_path / "elsewhere")
+    assert "linked directory" in pruned(run, "--keep-last", "1", "--weights-only", "--yes")
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+    assert (run / "checkpoint-3" / "latest").exists()
+
+
+@pytest.mark.parametrize("name", [b"checkpoint-\xff-100", "検".encode() * 80 + b"-step100"], ids=["bytes", "long"])
+def test_a_name_that_needs_many_bytes_does_not_stop_a_removal(tmp_path: Path, name: bytes) -> None:
+    run = run_of(tmp_path / "run", 50, 200, 300)
+    weights(run / os.fsdecode(name))
+    listed = json.loads(command("ls", str(run), "--json")[1])
+    assert len(listed["steps"]) == 4
+    pruned(run, "--keep-last", "1", "--yes")
+    left = sorted(os.listdir(os.fsencode(run)))
+    assert left == [b"checkpoint-300"] if len(name) < 99 else [b"checkpoint-300", name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["./checkpoint-100", "checkpoint-100/", "x/../checkpoint-100", "out/run/checkpoint-100", "{run}/./checkpoint-100"],
+)
+def test_a_pointer_names_a_step_however_its_path_is_written(tmp_path: Path, text: str) -> None:
+    run = run_of(tmp_path / "run", 100, 200, 300)
+    (run / "latest").write_text(text.format(run=run))
+    assert "stays: checkpoint-100 (named by latest)" in pruned(run, "--keep-last", "1", "--yes")
+    assert there(run) == [100, 300]
+
+
+def test_the_best_checkpoint_of_a_trainer_stays(tmp_path: Path) -> None:
+    """transformers 5.1 `trainer.py` keeps `state.best_model_checkpoint` when it removes old checkpoints."""
+    run = run_of(tmp_path / "run", 100, 200, 300, 400)
+    best = {200: "out/run/checkpoint-100", 300: "checkpoint-200", 400: r"C:\out\checkpoint-200"}
+    for number, name in best.items():
+        text = json.dumps({"global_step": number, "best_model_checkpoint": name})
+        (run / f"checkpoint-{number}" / "trainer_state.json").write_text(text)
+    told = pruned(run, "--keep-last", "1", "--yes")
+    assert "stays: checkpoint-200 (the best checkpoint of checkpoint-400: trainer_state.json)" in told
+    # The best of a step that stays: that of 200 is 100, which training from 200 would load in the end.
+    assert there(run) == [100, 200, 400]
+    (run / "checkpoint-400" / "trainer_state.json").write_text("{")
+    (run / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": str(run / "checkpoint-100")}))
+    pruned(run, "--keep-last", "1", "--yes")
+    assert there(run) == [100, 400]

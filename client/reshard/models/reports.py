@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PlainSerializer
 
 from reshard.errors import counted
 from reshard.installed_formats import OfInstalledFormats
@@ -336,10 +336,16 @@ class LayoutPair(RenderedModel):
 # The steps of a run, and what a policy keeps of them.
 
 
+EntryName = Annotated[
+    str, PlainSerializer(lambda name: name.encode("utf-8", "backslashreplace").decode(), when_used="json")
+]
+"""The name of a file or directory. Bytes that are not UTF-8, which JSON cannot contain, are escaped in JSON."""
+
+
 class RunStep(WireModel):
     """One checkpoint in the directory of a run."""
 
-    name: str
+    name: EntryName
     """Its path relative to the run."""
     format: str | None = None
     """The format as `inspect` names it; None if its reader refuses the checkpoint."""
@@ -362,6 +368,8 @@ class RunStep(WireModel):
     """True if a certificate of `reshard seal` or `convert --sign` stands beside it. Nothing is verified."""
     of_training: bool = False
     """True if it holds the state of a training, and not weights alone."""
+    best: EntryName = ""
+    """The entry of the run that its `trainer_state.json` records as the best checkpoint; empty without a record."""
 
 
 class RunListing(WireModel):
@@ -370,12 +378,13 @@ class RunListing(WireModel):
     schema_version: int = SCHEMA_VERSION
     url: str
     steps: tuple[RunStep, ...]
-    newest: str | None = None
+    newest: EntryName | None = None
     """The name of the newest complete checkpoint: the one with the highest step. Weights alone are it only in a run
     without training states."""
-    others: tuple[str, ...] = ()
-    """Directories that no format recognises as one checkpoint, among them runs of their own."""
-    removing: tuple[str, ...] = ()
+    others: tuple[EntryName, ...] = ()
+    """Directories that no format recognises as one checkpoint, among them runs of their own, and marks of removals
+    that no `prune` wrote."""
+    removing: tuple[EntryName, ...] = ()
     """Checkpoints whose removal was begun and has not ended: `reshard prune` ends it."""
 
 
@@ -395,7 +404,7 @@ class PrunePolicy(RequestModel):
 class PruneDecision(WireModel):
     """A checkpoint of a run, and why a policy keeps it."""
 
-    name: str
+    name: EntryName
     step: int | None
     files: int
     size_bytes: int
@@ -413,7 +422,7 @@ class PruneReport(WireModel):
     weights_only: bool = False
     """True if the weights of what goes stay: files and sizes are those of the training states."""
     decisions: tuple[PruneDecision, ...]
-    finished: tuple[str, ...] = ()
+    finished: tuple[EntryName, ...] = ()
     """Checkpoints whose removal an earlier call had begun, and that go now."""
-    others: tuple[str, ...] = ()
+    others: tuple[EntryName, ...] = ()
     """As in `RunListing`; they are never removed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ MADE_ANEW = {
     INCOMPLETE: "a mark of the Trainer",
 }
 """Files of a trainer that are not read, each with the reason."""
-_STATE_LIMIT_BYTES = 64 << 20
+STATE_LIMIT_BYTES = 64 << 20
 _BESIDE = "it lies beside the shards, and nothing reads it"
 _NO_RANK = "files of lower ranks are missing, and the target numbers ranks without gaps"
 
@@ -143,7 +144,7 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
         found.not_carried += named([f"random states of rank {rank}" for rank in found.ranks[missing[0] :]], _NO_RANK)
         del found.rng[missing[0] :]
     if (info := infos_by_name.get(TRAINER_STATE)) is not None:
-        if info.size_bytes > _STATE_LIMIT_BYTES:
+        if info.size_bytes > STATE_LIMIT_BYTES:
             raise SourceError("checkpoint.too_large", f"{TRAINER_STATE} has {info.size_bytes} bytes")
         found.texts[TRAINER_STATE] = read_bytes(location.store, info)
         found.steps = _steps_of_trainer(found.texts[TRAINER_STATE])
@@ -275,6 +276,22 @@ def _steps_of_trainer(text: bytes) -> int | None:
     state = parse_json(text, code="checkpoint.malformed", what=TRAINER_STATE)
     steps: Any = cast("dict[str, Any]", state).get("global_step") if isinstance(state, dict) else None
     return steps if type(steps) is int else None
+
+
+def best_checkpoint_in(text: bytes) -> str:
+    """The path in the `best_model_checkpoint` of a `trainer_state.json`; empty without a path.
+
+    The parser accepts NaN, which the Trainer logs as the loss of a diverged step: a state that cannot be parsed would
+    leave its best checkpoint unprotected.
+
+    Source: transformers 5.23.0 `trainer_callback.py` (`TrainerState`), `trainer_utils.py` (`sort_checkpoints`).
+    """
+    try:
+        state: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    best: Any = cast("dict[str, Any]", state).get("best_model_checkpoint") if isinstance(state, dict) else None
+    return best if isinstance(best, str) else ""
 
 
 # State dicts of torch's learning-rate schedulers, recognised by their content.

@@ -9,7 +9,9 @@ operation of its removal, and any later call ends a removal that was interrupted
 
 from __future__ import annotations
 
+import json
 import os
+import posixpath
 import re
 import shlex
 import shutil
@@ -23,10 +25,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote
 
-from pydantic import ValidationError
-
 from reshard.choices import SEALED, EmptyWeights, OpaquePolicy
-from reshard.errors import RequestError, ReshardError, SourceError, listed, printable
+from reshard.errors import RequestError, ReshardError, SourceError, StorageError, listed, printable
 from reshard.models.reports import PruneDecision, PrunePolicy, PruneReport, RunListing, RunStep
 from reshard.options import SourceSpec
 from reshard.wire_model import WireModel
@@ -45,10 +45,12 @@ from reshard_engine.formats.sources import (
     refuse_unfinished,
     state_here,
 )
+from reshard_engine.formats.trainer_files import STATE_LIMIT_BYTES, TRAINER_STATE, best_checkpoint_in
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.local_writes import sync_directory, unlink, write_file, writing
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, ObjectStore, join, parent_and_name, read_bytes
+from reshard_engine.storage.urls import has_plain_segments
 
 _MOST_ENTRIES = 10_000
 _READ_AT_ONCE = 8
@@ -60,6 +62,9 @@ _CONVERTING = re.compile(r"\.(.+)\.reshard-(?:claim|old|[0-9a-f]{16}(?:\.\w+)?)"
 _STEP_WORD = re.compile(r"\D*(?:step|iter|epoch|ckpt|checkpoint)\D*\d+", re.IGNORECASE)
 _NUMBER = re.compile(r"\d{1,18}")
 _MOST_MARK_BYTES = 256 << 20
+_MOST_NAME_BYTES, _MOST_KEY_BYTES = 255 - len(".new"), 1024
+"""Longest name of a mark in a local directory (ext4, XFS and others), and its longest key in an object store (S3,
+Google Cloud Storage, Azure)."""
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 """Ends of names of files that a training state may be read from, and that are weights of their own as well."""
 _NOT_ONE_CHECKPOINT = frozenset({"source.unknown_kind", "source.not_found"})
@@ -74,19 +79,23 @@ class _Mark(WireModel):
 
     first: int
     """So many of the files go before the others, in this order."""
-    files: tuple[tuple[str, str], ...]
-    """Paths relative to the run, each with its pin."""
+    files: tuple[tuple[str, str, float | None], ...]
+    """Paths relative to the run, each with its pin and the time of its last write: on S3 a pin is an ETag, which is the
+    same for the same bytes."""
 
 
 @dataclass(frozen=True)
 class _Surroundings:
     """The facts of a run's directory about its entries; they are read anew before each removal."""
 
+    run: Location
     listing: Listing
     named: Mapping[str, Sequence[str]]
     """The pointers, trackers and links by the entry that they name."""
     converting: frozenset[str]
     removing: frozenset[str]
+    foreign_marks: frozenset[str]
+    """Names that begin as marks of removals do, and that `prune` does not write."""
     links: frozenset[str]
 
     @classmethod
@@ -96,17 +105,21 @@ class _Surroundings:
         names = {*listing.by_name, *listing.directories}
         named = defaultdict[str, list[str]](list)
         for pointer, path in pointers_in(run, listing):
-            inner = path.removeprefix(f"{run.url}/").removeprefix(f"{run.path}/")
-            named[inner.strip("/")].append(pointer)
+            named[_entry(run, names, path)].append(pointer)
+        if (best := _best_in(run, names, listing.by_name.get(TRAINER_STATE))) != "":
+            named[best].append(TRAINER_STATE)
         links = frozenset(n for n in names if run.store.scheme == "file" and os.path.islink(join(run.path, n)))
         for link in sorted(links):
             place = os.path.relpath(os.path.realpath(join(run.path, link)), os.path.realpath(run.path))
             named[place].append(f"link {link}")
+        marks = {n: _name_in(run, n) for n in names if n.startswith(_REMOVING)}
         return cls(
+            run,
             listing,
             named,
             frozenset(m[1] for n in names if (m := _CONVERTING.fullmatch(n)) is not None),
-            frozenset(unquote(n.removeprefix(_REMOVING)) for n in names if n.startswith(_REMOVING)),
+            frozenset(name for name in marks.values() if name is not None),
+            frozenset(mark for mark, name in marks.items() if name is None),
             links,
         )
 
@@ -122,7 +135,36 @@ class _Surroundings:
             return f"named by {', '.join(found)}"
         if name.partition("/")[0] in self.converting:
             return "a conversion into it has not ended, or has left files: reshard clean"
+        if _behind_link(self.run, join(self.run.path, name)):
+            return "a part of its path is a link: its files may belong to another run"
         return ""
+
+
+def _behind_link(run: Location, path: str) -> bool:
+    """True if a local path below a run is a link, or leads through one: what it names may lie outside the run."""
+    inner = path[len(run.path) + 1 :]
+    return run.store.scheme == "file" and os.path.realpath(path) != join(os.path.realpath(run.path), inner)
+
+
+def _entry(run: Location, names: Collection[str], path: str) -> str:
+    """The path relative to a run of the entry that a pointer names, however the pointer spells it.
+
+    A pointer may contain the path from another directory, or that of another machine (`out/run/checkpoint-100`). If
+    the run has no such path, the last segment counts: to keep one checkpoint too many is harmless.
+    """
+    if run.store.scheme == "file" and path.startswith("/"):
+        path = os.path.relpath(os.path.realpath(path), os.path.realpath(run.path))
+    plain = path.removeprefix(f"{run.url}/").replace("\\", "/").strip("/")
+    inner = posixpath.normpath(plain) if plain else ""
+    return inner if inner.partition("/")[0] in names else inner.rpartition("/")[2]
+
+
+def _best_in(run: Location, names: Collection[str], state: ObjectInfo | None) -> str:
+    """The entry that a `trainer_state.json` records as the best checkpoint; empty without a record."""
+    if state is None or state.size_bytes > STATE_LIMIT_BYTES:
+        return ""
+    best = best_checkpoint_in(read_bytes(run.store, state))
+    return _entry(run, names, best) if best else ""
 
 
 # Listing.
@@ -149,14 +191,15 @@ def _listed(run: Location, around: _Surroundings, most: int | None = None) -> Ru
     candidates = _candidates(run, around)
     if most is not None:
         candidates = sorted(candidates, key=lambda name: (-1 if (n := number_of(name)) is None else n, name))[-most:]
-    sizes = _sizes(run, candidates)
+    below = run.files()
+    sizes = _sizes(below, candidates)
     # SeaweedFS 4 lists a prefix for a while after its last object is gone.
     names = [name for name, (files, _) in sizes.items() if files or run.store.scheme == "file"]
     at_once = 1 if run.store.scheme == "file" else _READ_AT_ONCE
     with ThreadPoolExecutor(at_once) as pool:
-        found = list(pool.map(partial(_step, run, around, sizes), names))
+        found = list(pool.map(partial(_step, run, around, below, sizes), names))
     steps = _with_steps([step for step in found if step is not None])
-    others = [name for name, step in zip(names, found, strict=True) if step is None]
+    others = [name for name, step in zip(names, found, strict=True) if step is None] + sorted(around.foreign_marks)
     return RunListing(
         url=run.url,
         steps=tuple(sorted(steps, key=_place_in_list)),
@@ -191,8 +234,8 @@ def _candidates(run: Location, around: _Surroundings) -> list[str]:
     # Files beside weights in the directory itself are parts of these.
     single = {} if here is False else listing.by_name
     files = [name for name, info in single.items() if is_file_of_format(info)]
-    deep = [path for path in around.named if "/" in path and ".." not in path.split("/")]
-    names = [n for n in (*listing.directories, *files) if not n.startswith(".")]
+    deep = [path for path in around.named if "/" in path and has_plain_segments(path)]
+    names = [n for n in (*listing.directories, *files) if not n.startswith(".") and has_plain_segments(n)]
     names = [n for n in names if n not in around.links and n not in around.removing]
     if len(names) > _MOST_ENTRIES:
         raise RequestError(
@@ -203,10 +246,10 @@ def _candidates(run: Location, around: _Surroundings) -> list[str]:
     return sorted(dict.fromkeys([*names, *deep]))
 
 
-def _sizes(run: Location, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Files and bytes of each of the entries; an object store is asked once for all."""
+def _sizes(below: Mapping[str, ObjectInfo], names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Files and bytes of each of the entries, from one listing of the run."""
     found = dict[str, tuple[int, int]](dict.fromkeys(names, (0, 0)))
-    for path, info in run.files().items():
+    for path, info in below.items():
         parts = path.strip("/").split("/")  # some file systems of fsspec begin paths with a slash
         for count in range(1, len(parts) + 1):
             if (name := "/".join(parts[:count])) in found:
@@ -215,9 +258,16 @@ def _sizes(run: Location, names: Iterable[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _step(run: Location, around: _Surroundings, sizes: Mapping[str, tuple[int, int]], name: str) -> RunStep | None:
+def _step(
+    run: Location,
+    around: _Surroundings,
+    below: Mapping[str, ObjectInfo],
+    sizes: Mapping[str, tuple[int, int]],
+    name: str,
+) -> RunStep | None:
     """One checkpoint; None if the entry is not one checkpoint."""
     place = run.child(*name.split("/"))
+    entries = {*around.listing.by_name, *around.listing.directories}
     files, size_bytes = sizes[name]
     seen = RunStep(
         name=name,
@@ -227,6 +277,7 @@ def _step(run: Location, around: _Surroundings, sizes: Mapping[str, tuple[int, i
         named_by=around.pointers_to(name),
         in_use=name.partition("/")[0] in around.converting,
         sealed=f"{name}{SEALED}" in around.listing.by_name,
+        best=_best_in(run, entries, below.get(f"{name}/{TRAINER_STATE}")),
     )
     try:
         refuse_unfinished(run, around.listing)
@@ -390,14 +441,20 @@ def decide(listing: RunListing, policy: PrunePolicy) -> list[PruneDecision]:
     """Decide which checkpoints of a run a policy keeps, and why; it is pure.
 
     Kept whatever the policy says: what is named by a pointer, is in use, is not complete, has no step, or has a name
-    that is not of a step, such as `best`.
+    that is not of a step, such as `best`; and the best checkpoint of a Trainer's step that is kept, which training
+    from that step loads at its end (`load_best_model_at_end`).
     """
     # Newer weights alone do not cost a run the last states that it can resume from.
     last = {step for states in (False, True) for step in _complete_steps(listing, states=states)[: policy.keep_last]}
+    reasons = {s.name: _kept_for(s, policy, last) for s in listing.steps}
+    bests = {s.name: s.best for s in listing.steps if reasons.get(s.best) == ""}
+    kept = [name for name, reason in reasons.items() if reason]
+    while kept:
+        if reasons.get(best := bests.get(name := kept.pop(), "")) == "":
+            reasons[best] = f"the best checkpoint of {name}: {TRAINER_STATE}"
+            kept.append(best)
     return [
-        PruneDecision(
-            name=s.name, step=s.step, files=s.files, size_bytes=s.size_bytes, kept_for=_kept_for(s, policy, last)
-        )
+        PruneDecision(name=s.name, step=s.step, files=s.files, size_bytes=s.size_bytes, kept_for=reasons[s.name])
         for s in listing.steps
     ]
 
@@ -458,6 +515,8 @@ def _state_files(run: Location, name: str) -> tuple[list[ObjectInfo], str]:
             f"lost): reshard convert {printable(place.url)} DST --to safetensors writes some"
         )
     going = [info for path, info in below.items() if path not in needed]
+    if any(_behind_link(run, os.path.dirname(info.path)) for info in going):
+        return [], "files of its training state are in a linked directory, which may belong to another run"
     return going, "" if going else "it holds weights alone"
 
 
@@ -495,13 +554,13 @@ def prune(run: Location, policy: PrunePolicy, *, only: Collection[str] | None) -
             fix="remove the steps with the tools of the store; `reshard ls` lists them",
         )
     listing = _listed(run, _Surroundings.of(run))
-    decisions = decide(listing, policy)
+    decisions = [_of_markable(run, found) for found in decide(listing, policy)]
     parts: dict[str, list[ObjectInfo]] = {}
     if policy.weights_only:
         decisions = [_of_weights(run, found, parts) for found in decisions]
     finished = list(listing.removing)
     if only is not None:
-        finished = [name for name in finished if _end_removal(run, name)]
+        finished = [name for name in finished if _ended(run, name)]
         decisions = [_removed(run, d, parts.get(d.name)) if d.name in only else d for d in decisions]
     return PruneReport(
         url=run.url,
@@ -523,6 +582,17 @@ def _of_weights(run: Location, found: PruneDecision, parts: dict[str, list[Objec
     return found.model_copy(update={**facts, "kept_for": why})
 
 
+def _of_markable(run: Location, found: PruneDecision) -> PruneDecision:
+    """The decision for a checkpoint, which stays if a store takes no mark of that length.
+
+    Decided before the first removal, it does not end the command between two removals.
+    """
+    mark = os.fsencode(_mark_of(run, found.name))
+    local = run.store.scheme == "file"
+    long = len(mark.rpartition(b"/")[2]) > _MOST_NAME_BYTES if local else len(mark.partition(b"/")[2]) > _MOST_KEY_BYTES
+    return found.model_copy(update={"kept_for": "its name is too long"}) if long and not found.kept_for else found
+
+
 def _removed(run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | None) -> PruneDecision:
     """Remove a checkpoint or a part of it, unless something names or writes it by now."""
     why = found.kept_for or _Surroundings.of(run).protects(found.name)
@@ -536,7 +606,17 @@ def _removed(run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | 
 
 
 def _mark_of(run: Location, name: str) -> str:
-    return join(run.path, _REMOVING + quote(name, safe=""))
+    return join(run.path, _REMOVING + quote(name, safe="", errors="surrogateescape"))
+
+
+def _name_in(run: Location, mark: str) -> str | None:
+    """The checkpoint whose removal a mark records; None for a mark that `prune` does not write.
+
+    Whoever can write into a run could otherwise have files outside the run removed with a mark.
+    """
+    name = unquote(mark.removeprefix(_REMOVING), errors="surrogateescape")
+    known = has_plain_segments(name) and not name.startswith(".") and _mark_of(run, name) == join(run.path, mark)
+    return name if known and not _behind_link(run, join(run.path, name)) else None
 
 
 def _objects(place: Location) -> list[ObjectInfo]:
@@ -568,8 +648,12 @@ def _mark(run: Location, name: str, going: Sequence[ObjectInfo]) -> None:
     turns = {i.path: 0 if i.path.endswith(known.pointers) else 1 if known.needs(i.path) else 2 for i in going}
     ordered = sorted(going, key=lambda info: turns[info.path])
     first = sum(turn < 2 for turn in turns.values())
-    said = _Mark(first=first, files=tuple((i.path[len(run.path) + 1 :], i.pin) for i in ordered))
-    text = said.model_dump_json().encode()
+    record = _Mark(
+        first=first,
+        files=tuple((i.path[len(run.path) + 1 :], i.pin, i.modified_at) for i in ordered),
+    )
+    # `model_dump_json` rejects names that are not UTF-8; `json` escapes them.
+    text = json.dumps(record.model_dump()).encode()
     mark = _mark_of(run, name)
     if isinstance(run.store, ObjectStore):
         run.store.put(mark, text, metadata={}, if_absent=False)
@@ -580,10 +664,24 @@ def _mark(run: Location, name: str, going: Sequence[ObjectInfo]) -> None:
         sync_directory(run.path)
 
 
+def _ended(run: Location, name: str) -> bool:
+    """True if a removal that an earlier call began has ended now. A mark that the store rejects does not stop others.
+
+    Raises:
+        StorageError: The store cannot be reached, or denies the removal.
+    """
+    try:
+        return _end_removal(run, name)
+    except (SourceError, StorageError) as error:
+        if isinstance(error, StorageError) and error.code != "storage.protocol":
+            raise
+        return False
+
+
 def _end_removal(run: Location, name: str) -> bool:
     """End a removal that was begun; False if it may not end.
 
-    A file that was written again since then is another one, and stays.
+    A file that was written again since then is another file, and stays, also if it has the same bytes.
     """
     mark = _mark_of(run, name)
     if run.store.scheme == "file" and os.path.isdir(mark):
@@ -594,14 +692,11 @@ def _end_removal(run: Location, name: str) -> bool:
     if info is None or info.size_bytes > _MOST_MARK_BYTES or _Surroundings.of(run).protects(name):
         return False
     try:
-        said = _Mark.model_validate_json(read_bytes(run.store, info))
-    except ValidationError:
+        record = _Mark.model_validate(json.loads(read_bytes(run.store, info)))
+    except (ValueError, RecursionError):
         return False
-    place = run.child(*name.split("/"))
-    there = {i.path: i.pin for i in _objects(place)}
-    files = [(join(run.path, path), pin) for path, pin in said.files]
-    first = {path for path, _ in files[: said.first]}
-    doomed = [path for path, pin in files if there.get(path) == pin]
+    first = {join(run.path, path) for path, _, _ in record.files[: record.first]}
+    doomed = _unchanged(run, name, record)
     if isinstance(run.store, ObjectStore):
         run.store.delete([path for path in doomed if path in first])
         run.store.delete([path for path in doomed if path not in first], in_order=False)
@@ -615,3 +710,14 @@ def _end_removal(run: Location, name: str) -> bool:
                 os.rmdir(directory)
         unlink(mark)
     return True
+
+
+def _unchanged(run: Location, name: str, record: _Mark) -> list[str]:
+    """The paths of the files in a mark that are still the marked files, in the order of the mark."""
+    objects = {i.path: (i.pin, i.modified_at) for i in _objects(run.child(*name.split("/")))}
+    marked = [(join(run.path, path), pin, modified_at) for path, pin, modified_at in record.files]
+    return [
+        path
+        for path, pin, modified_at in marked
+        if objects.get(path) == (pin, modified_at) and not _behind_link(run, os.path.dirname(path))
+    ]

@@ -304,7 +304,8 @@ class S3Store:
             return None
         if "ETag" not in head or "ContentLength" not in head:
             raise StorageError("storage.protocol", f"s3://{printable(path)}: the store gives no ETag or no size")
-        return ObjectInfo(path, int(head["ContentLength"]), "etag:" + head["ETag"].strip('"'))
+        bucket, key = bucket_and_key(path)
+        return _info(bucket, {**head, "Key": key, "Size": head["ContentLength"]})
 
     def metadata(self, path: str) -> Mapping[str, str] | None:
         """User metadata of an object, or None if there is no object."""

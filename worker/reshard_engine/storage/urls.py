@@ -61,7 +61,7 @@ def canonical_url(url: str) -> str:
     rest = url.partition("://")[2].rstrip("/")
     if scheme_of(url) == "hf":
         rest = _of_hub(url, rest)
-    if not rest or any(part in ("", ".", "..") for part in rest.split("/")):
+    if not has_plain_segments(rest):
         raise RequestError("request.invalid", f"{printable(url)} is not a clean URL", fix="write s3://bucket/path")
     if any(mark in rest for mark in ("?", "#", "::", "\\")):
         # A parser that reads queries, fragments or fsspec's chains in another way would open another location.
@@ -81,6 +81,15 @@ def canonical_url(url: str) -> str:
             fix="write the characters themselves, such as s3://bucket/path",
         )
     return f"{scheme_of(url)}://{rest}"
+
+
+def has_plain_segments(path: str) -> bool:
+    """True if no segment of a relative path is empty, `.` or `..`.
+
+    HTTP clients and gateways resolve such segments on the way (RFC 3986, 5.2.4), so a key that has them may name
+    another object, in another container. Azure reads a backslash as a slash, so it separates segments here too.
+    """
+    return all(part not in ("", ".", "..") for part in path.replace("\\", "/").split("/"))
 
 
 def _of_hub(url: str, rest: str) -> str:
