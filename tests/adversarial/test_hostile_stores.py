@@ -10,6 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from house.expected import raised
+from reshard.errors import SourceError
+from reshard_engine.storage.locations import FsspecStore, open_location, service_store
+from reshard_engine.storage.protocol import ObjectInfo, ObjectStore
 from servers.answering import Handler, answering
 from servers.s3 import S3Server
 
@@ -103,3 +107,56 @@ def test_listings_against_the_protocol(kind: str) -> None:
     assert outcome == f"{code} True False"
     assert int(megabytes) < 600
     assert time.monotonic() - started < DEADLINE_S
+
+
+# Keys with segments that HTTP clients resolve: with a SAS token, `run/../victim` reached another container on Azure.
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "memory"])
+@pytest.mark.parametrize(
+    "key", ["run/../victim", "../other/victim", "run/./victim", "run//victim", "run/..", r"run\..\victim", "run//"]
+)
+def test_a_key_that_a_client_may_resolve_to_another_is_rejected_before_a_request(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, key: str
+) -> None:
+    for name, value in _NOWHERE.items():
+        monkeypatch.setenv(name, value)
+    path = f"org/name/{key}" if scheme == "hf" else f"bucket/{key}"
+    store = open_location("memory://bucket").store if scheme == "memory" else service_store(scheme).of_profile(None)
+    info = ObjectInfo(path, 1, "etag:x")
+    calls = [lambda: store.stat(path), lambda: store.read_into(info, 0, memoryview(bytearray(1)))]
+    if key != "run//":  # a path of a directory may end with slashes
+        calls += [lambda: store.list_directory(path), lambda: store.list_tree(path)]
+    if isinstance(store, ObjectStore):
+        calls += [
+            lambda: store.put(path, b"", metadata={}, if_absent=False),
+            lambda: store.delete([path]),
+            lambda: store.delete([path, path], in_order=False),
+            lambda: store.metadata(path),
+            lambda: store.create_multipart(path, metadata={}),
+            lambda: store.list_uploads(path),
+        ]
+    for call in calls:
+        error = raised(SourceError, call)
+        assert error.code == "name.invalid"
+        assert "segment" in error.message
+
+
+_NOWHERE = {
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+    "AWS_ACCESS_KEY_ID": "x",
+    "AWS_SECRET_ACCESS_KEY": "x",
+    "STORAGE_EMULATOR_HOST": "http://127.0.0.1:9",
+    "AZURE_STORAGE_CONNECTION_STRING": "AccountName=x;AccountKey=eA==;BlobEndpoint=http://127.0.0.1:9/x;",
+}
+
+
+def test_a_directory_that_leads_out_of_its_parent_is_not_listed() -> None:
+    class Files:
+        def ls(self, path: str, *, detail: bool) -> list[dict[str, object]]:
+            assert detail
+            names = [("..", "directory"), (".", "directory"), ("step", "directory"), ("..", "file"), ("a", "file")]
+            return [{"name": f"{path}/{name}", "type": kind, "size": 1} for name, kind in names]
+
+    listing = FsspecStore(Files(), "any").list_directory("run")
+    assert (listing.directories, [*listing.by_name]) == (("step",), ["a"])

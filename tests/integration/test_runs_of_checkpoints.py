@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -15,8 +18,11 @@ from house.dying import dying
 from house.expected import raised
 from house.promises import command
 from house.saves import DATA
+from house.waiting import PATIENCE_S
 from reshard.errors import SourceError
 from reshard.local import load_engine
+from reshard_engine.storage.locations import open_location
+from servers.azure import sas_of
 from servers.stores import ObjectServer
 
 FORMATS = ("zero", "universal", "dcp", "safetensors")
@@ -120,3 +126,55 @@ def test_a_prune_that_is_killed_in_an_object_store(
         assert raised(SourceError, lambda: reshard.inspect(f"{url}/{listed.removing[0]}"))
     assert command(*words)[0] == 0
     assert {name.partition("/")[0] for name in store.read_all(store_bucket, "run")} == {"global_step500"}
+
+
+def _uploaded(store: ObjectServer, bucket: str, forty: Path, *steps: int) -> str:
+    """The URL of a run with some of the forty steps in a bucket."""
+    for step in steps:
+        store.upload(forty / f"global_step{step}", bucket, f"run/global_step{step}")
+    return f"{store.scheme}://{bucket}/run"
+
+
+def test_a_step_that_was_written_again_with_the_same_bytes_stays(
+    store: ObjectServer, store_bucket: str, forty: Path
+) -> None:
+    """S3's ETag is that of the bytes; the run that wrote them again needs them."""
+    url = _uploaded(store, store_bucket, forty, 200, 300)
+    words, step = ["prune", url, "--keep-last", "1", "--yes"], open_location(f"{url}/global_step200")
+    environment = {**os.environ, **store.env()}
+    dead = dying(_WRITES.format(scheme=store.scheme), 1, words)
+    assert subprocess.run(dead, check=False, capture_output=True, env=environment).returncode == -9
+    before = {path: info.modified_at for path, info in step.files().items()}
+    end = time.monotonic() + PATIENCE_S
+    while any(info.modified_at == before[path] for path, info in step.files().items()):
+        assert time.monotonic() < end, "the store's clock stands still"
+        _uploaded(store, store_bucket, forty, 200)
+    assert command(*words)[0] == 0
+    assert table(url) == [row for row in table(str(forty)) if row[2] in (200, 300)]
+
+
+MARKS = ["..%2Fvictim", "..%2F..%2F{other}%2Fvictim", "global_step300%2F..%2F..%2Fvictim", "..", ".", "", "%2Fvictim"]
+"""Marks that name a place outside the run, or no place."""
+
+
+def test_marks_that_no_prune_wrote_remove_nothing_and_block_nothing(
+    store: ObjectServer, store_bucket: str, forty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if store.scheme == "az":  # a signature with the account's key covers the path, one in a URL does not
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", sas_of(store))
+    other, victim = store.new_bucket(), forty / "global_step300"
+    url = _uploaded(store, store_bucket, forty, 200, 300)
+    store.upload(victim, store_bucket, "victim")
+    store.upload(victim, other, "victim")
+    for mark in (text.format(other=other) for text in MARKS):
+        place = open_location(f"{store.scheme}://{other if other in mark else store_bucket}/victim")
+        files = [(f"{unquote(mark)}/{path}", i.pin, i.modified_at) for path, i in place.files().items()]
+        record = json.dumps({"first": 0, "files": files}).encode()
+        store.put(store_bucket, f"run/.reshard-removing-{mark}", record)
+    code, out, err = command("prune", url, "--keep-last", "1", "--yes")
+    for bucket in (store_bucket, other):
+        assert store.read_all(bucket, "victim").keys() == {path.name for path in victim.iterdir()}
+    assert code == 0, err
+    assert "removed 1 checkpoint," in out
+    assert out.count("(not one checkpoint)") == len(MARKS)
+    assert [step.step for step in load_engine().steps(url).steps] == [300]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -18,7 +19,7 @@ import httpx
 import pytest
 
 from servers.process import free_port, running
-from servers.stores import upload
+from servers.stores import ObjectServer, upload
 
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -92,6 +93,20 @@ class AzureServer:
             tags = {block.id[7:19] for block in blocks} - {b.id[7:19] for b in blocks if b.id[19:24] == "99999"}
             found += [entry.name] * len(tags)
         return found
+
+
+def sas_of(server: ObjectServer) -> str:
+    """A connection string with a SAS token of an hour, in place of the account's key."""
+    from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_account_sas  # an extra, as above
+
+    token = generate_account_sas(
+        ACCOUNT,
+        KEY,
+        ResourceTypes(service=True, container=True, object=True),
+        AccountSasPermissions(read=True, write=True, delete=True, list=True, create=True, add=True),
+        datetime.now(UTC) + timedelta(hours=1),
+    )
+    return f"BlobEndpoint={server.endpoint}/{ACCOUNT};SharedAccessSignature={token};"
 
 
 @contextmanager

@@ -599,10 +599,19 @@ def _removed(run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | 
     if not why and parts is None and run.store.scheme == "file" and os.path.isdir(join(run.path, found.name)):
         _remove_directory(run, found.name)
     elif not why:
-        place = run.child(*found.name.split("/"))
-        _mark(run, found.name, parts if parts is not None else _objects(place))
-        _end_removal(run, found.name)
+        going = parts if parts is not None else _objects(run.child(*found.name.split("/")))
+        unclear = [i.path for i in going if not _is_clear(run, i.path)]
+        if unclear:
+            why = f"a segment of a name in it is empty, `.` or `..`: {printable(unclear[0])}"
+        else:
+            _mark(run, found.name, going)
+            _end_removal(run, found.name)
     return found.model_copy(update={"kept_for": why})
+
+
+def _is_clear(run: Location, path: str) -> bool:
+    """True if no program resolves the path of an object of a run to another object. A placeholder ends with a slash."""
+    return has_plain_segments(path[len(run.path) + 1 :].removesuffix("/"))
 
 
 def _mark_of(run: Location, name: str) -> str:
@@ -719,5 +728,7 @@ def _unchanged(run: Location, name: str, record: _Mark) -> list[str]:
     return [
         path
         for path, pin, modified_at in marked
-        if objects.get(path) == (pin, modified_at) and not _behind_link(run, os.path.dirname(path))
+        if objects.get(path) == (pin, modified_at)
+        and _is_clear(run, path)
+        and not _behind_link(run, os.path.dirname(path))
     ]

@@ -352,7 +352,7 @@ class AzureStore:
         )
 
     def _blob(self, path: str) -> Any:
-        container, name = bucket_and_key(path)
+        container, name = bucket_and_key(path, "az")
         return self._client.get_blob_client(container, name)
 
     # -- names and listings -----------------------------------------------------------------------
@@ -375,7 +375,7 @@ class AzureStore:
 
     def list_directory(self, path: str, *, most: int | None = None) -> Listing:
         """The immediate children of a prefix, any `most` of them at the most; empty if there is none."""
-        container, prefix = bucket_and_prefix(path)
+        container, prefix = bucket_and_prefix(path, "az")
         files: list[ObjectInfo] = []
         directories: list[str] = []
         with parsed(path):
@@ -387,11 +387,11 @@ class AzureStore:
                     directories.append(name[len(prefix) : -1])
                 elif name != prefix:  # a placeholder with the name of the directory itself
                     files.append(_info(container, entry))
-        return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
+        return Listing.of(files, directories)
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every blob below a prefix, sorted by path; empty if there is none."""
-        container, prefix = bucket_and_prefix(path)
+        container, prefix = bucket_and_prefix(path, "az")
         with parsed(path):
             found = [_info(container, entry) for entry in self._pages(container, prefix, deep=True)]
         return sorted(found, key=lambda f: f.path)
@@ -399,7 +399,7 @@ class AzureStore:
     def stat(self, path: str) -> ObjectInfo | None:
         """The blob at exactly this name, or None."""
         found = self._properties(path)
-        return None if found is None else _info(bucket_and_key(path)[0], found)
+        return None if found is None else _info(bucket_and_key(path, "az")[0], found)
 
     def metadata(self, path: str) -> Mapping[str, str] | None:
         """User metadata of a blob, or None if there is no blob."""
@@ -407,7 +407,7 @@ class AzureStore:
         return None if found is None else {_decoded(k): str(v) for k, v in (found.metadata or {}).items()}
 
     def _properties(self, path: str) -> Any:
-        if not bucket_and_key(path)[1]:
+        if not bucket_and_key(path, "az")[1]:
             return None
         found = _unless_absent(path, lambda: self._blob(path).get_blob_properties())
         return None if found is None or found.metadata.get("hdi_isfolder") == "true" else found
@@ -504,7 +504,7 @@ class AzureStore:
         The service lists no others. An upload to a blob that holds something vanishes with the next commit, or after a
         week.
         """
-        container, key = bucket_and_key(prefix)
+        container, key = bucket_and_key(prefix, "az")
         with parsed(prefix):
             empty = [e for e in self._pages(container, key, deep=True, unfinished=True) if e.size == 0]
         paths = [f"{container}/{entry.name}" for entry in empty]

@@ -56,6 +56,7 @@ from reshard_engine.storage.protocol import (
     join,
     no_bucket,
     read_pinned,
+    refuse_unclear_path,
     upload_gone,
 )
 
@@ -190,6 +191,7 @@ def _upload_of(key: str) -> tuple[str, str, str] | None:
 
 
 def _upload_directory(path: str, upload_id: str) -> str:
+    refuse_unclear_path(path, "gs")  # the directory of `run/..` would be `run/....reshard-upload`, a name like others
     head, _, name = path.rpartition("/")
     return f"{head}/.{name}.reshard-upload/{upload_id}"
 
@@ -320,7 +322,9 @@ class GcsStore:
     def _get(self, path: str) -> _Resource | None:
         try:
             answer = self._send("GET", _object(path), path, params={"fields": _FIELDS})
-        except SourceError:
+        except SourceError as error:
+            if error.code != "source.not_found":
+                raise
             return None
         return self._resource(answer, path)
 
@@ -338,7 +342,7 @@ class GcsStore:
             StorageError: `storage.protocol` for a reply that is not a listing, and for pages out of order or without
                 end; `storage.no_bucket`.
         """
-        bucket = bucket_and_key(path)[0]
+        bucket = bucket_and_key(path, "gs")[0]
         asked: dict[str, Any] = {"prefix": prefix, "maxResults": _PAGE_OBJECTS}
         asked |= {"fields": f"items({_FIELDS}),prefixes,nextPageToken"} | (
             {"delimiter": delimiter} if delimiter else {}
@@ -369,7 +373,7 @@ class GcsStore:
         """The immediate children of a prefix, any `most` of them at the most; empty if there is none."""
         files: list[ObjectInfo] = []
         directories: set[str] = set()
-        bucket, prefix = bucket_and_prefix(path)
+        bucket, prefix = bucket_and_prefix(path, "gs")
         for page in self._pages(path, prefix, delimiter="/"):
             # An object with the name of the directory itself is a placeholder that a web console made.
             files += [_info(bucket, item) for item in page.items if item.name != prefix]
@@ -379,18 +383,18 @@ class GcsStore:
                 files = files[:most]
                 directories = set(sorted(directories)[: most - len(files)])
                 break
-        return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
+        return Listing.of(files, directories)
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every object below a prefix, sorted by path; empty if there is none. Parts of uploads are not listed."""
-        bucket, prefix = bucket_and_prefix(path)
+        bucket, prefix = bucket_and_prefix(path, "gs")
         found = (item for page in self._pages(path, prefix) for item in page.items)
         return sorted((_info(bucket, i) for i in found if _upload_of(i.name) is None), key=lambda f: f.path)
 
     def stat(self, path: str) -> ObjectInfo | None:
         """The object at exactly this key, or None."""
         found = self._get(path)
-        return None if found is None else _info(bucket_and_key(path)[0], found)
+        return None if found is None else _info(bucket_and_key(path, "gs")[0], found)
 
     def metadata(self, path: str) -> Mapping[str, str] | None:
         """User metadata of an object, or None if there is no object."""
@@ -427,7 +431,7 @@ class GcsStore:
         crc32: int | None = None,
     ) -> ObjectInfo:
         """Write a whole object, with a CRC32C that the store checks."""
-        return _info(bucket_and_key(path)[0], self._put(path, data, metadata, if_absent=if_absent, crc32=crc32))
+        return _info(bucket_and_key(path, "gs")[0], self._put(path, data, metadata, if_absent=if_absent, crc32=crc32))
 
     def _put(
         self,
@@ -438,7 +442,7 @@ class GcsStore:
         if_absent: bool,
         crc32: int | None = None,
     ) -> _Resource:
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "gs")
         checksum = _crc32c(data)
         # The CRC32C was computed first. So bytes that change in memory at any time fail one of the two checks.
         if crc32 is not None and crc32_of(data) != crc32:
@@ -498,7 +502,7 @@ class GcsStore:
 
     def _in_upload(self, path: str, upload_id: str) -> dict[str, _Resource]:
         """The objects of an upload by their names within it."""
-        directory = bucket_and_key(_upload_directory(path, upload_id))[1]
+        directory = bucket_and_key(_upload_directory(path, upload_id), "gs")[1]
         found = (item for page in self._pages(path, f"{directory}/") for item in page.items)
         return {item.name[len(directory) + 1 :]: item for item in found}
 
@@ -515,7 +519,7 @@ class GcsStore:
 
     def list_uploads(self, prefix: str) -> list[tuple[str, str]]:
         """(path, upload id) of every unfinished upload below a prefix."""
-        bucket, key = bucket_and_key(prefix)
+        bucket, key = bucket_and_key(prefix, "gs")
         found: set[tuple[str, str]] = set()
         for page in self._pages(prefix, key[: key.rfind("/") + 1]):
             uploads = (_upload_of(item.name) for item in page.items)
@@ -611,7 +615,7 @@ def _quoted(text: str) -> str:
 
 
 def _object(path: str) -> str:
-    bucket, key = bucket_and_key(path)
+    bucket, key = bucket_and_key(path, "gs")
     return f"/storage/v1/b/{_quoted(bucket)}/o/{_quoted(key)}"
 
 

@@ -43,7 +43,7 @@ from huggingface_hub.utils import (
 from huggingface_hub.utils.sha import git_hash
 
 from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
-from reshard_engine.storage.protocol import Listing, ObjectInfo, changed, join
+from reshard_engine.storage.protocol import Listing, ObjectInfo, changed, join, refuse_unclear_path
 
 ResultT = TypeVar("ResultT")
 
@@ -77,7 +77,12 @@ class HubPath:
 
     @classmethod
     def of(cls, path: str) -> HubPath:
-        """Parse a canonical path (`storage.urls`)."""
+        """Parse a canonical path (`storage.urls`).
+
+        Raises:
+            SourceError: `name.invalid` as `refuse_unclear_path`.
+        """
+        refuse_unclear_path(path, "hf")
         owner, _, rest = path.partition("/")
         named, _, inner = rest.partition("/")
         name, _, revision = named.partition("@")
@@ -270,7 +275,7 @@ class HubStore:
                 files.append(info)
         files = files[:most]
         names = sorted(directories)[: None if most is None else most - len(files)]
-        return Listing(tuple(files), tuple(names))
+        return Listing.of(files, names)
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every file below a directory, sorted by path; empty if there is none."""

@@ -14,7 +14,7 @@ from typing import Any
 from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.local import install_line
 from reshard_engine.storage.local import LocalStore
-from reshard_engine.storage.protocol import Listing, ObjectInfo, ServiceStore, Store, changed, join
+from reshard_engine.storage.protocol import Listing, ObjectInfo, ServiceStore, Store, changed, join, refuse_unclear_path
 from reshard_engine.storage.urls import canonical_url, is_local, is_within, scheme_of
 
 WRITABLE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -191,6 +191,7 @@ class FsspecStore:
 
     def list_directory(self, path: str, *, most: int | None = None) -> Listing:
         """The immediate children of a directory, any `most` of them at the most; empty if there is none."""
+        self._refuse_unclear(path.rstrip("/"))
         try:
             entries: list[dict[str, Any]] = self._fs.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -200,10 +201,11 @@ class FsspecStore:
         entries = entries[:most]
         files = [self._info(e) for e in entries if e["type"] == "file" and e["name"].rstrip("/") != path.rstrip("/")]
         names = [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
-        return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(names)))
+        return Listing.of(files, names)
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every file below a directory, sorted by path."""
+        self._refuse_unclear(path.rstrip("/"))
         try:
             found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
         except _RAISED as error:
@@ -212,6 +214,7 @@ class FsspecStore:
 
     def stat(self, path: str) -> ObjectInfo | None:
         """The file at exactly this path, or None."""
+        self._refuse_unclear(path)
         try:
             entry: dict[str, Any] = self._fs.info(path)
         except FileNotFoundError:
@@ -222,6 +225,7 @@ class FsspecStore:
 
     def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on, after checking the pin."""
+        self._refuse_unclear(info.path)
         try:
             if self._info(self._fs.info(info.path)) != info:
                 raise changed(info)
@@ -233,6 +237,10 @@ class FsspecStore:
         if len(data) != len(buffer):
             raise changed(info)
         buffer[:] = data
+
+    def _refuse_unclear(self, path: str) -> None:
+        # Some file systems of fsspec begin their paths with a slash.
+        refuse_unclear_path(path.removeprefix("/"), self.scheme)
 
     def _typed(self, error: BaseException, path: str) -> ReshardError:
         where = f"{self.scheme}://{printable(path)}"

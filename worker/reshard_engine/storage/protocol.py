@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from reshard.errors import SourceError, StorageError, printable
+from reshard_engine.storage.urls import has_plain_segments
 
 DELETED_AT_ONCE = 1000
 """Most objects that one request removes (Amazon S3, `DeleteObjects`)."""
@@ -35,6 +36,18 @@ class Listing:
 
     files: tuple[ObjectInfo, ...]
     directories: tuple[str, ...]
+
+    @classmethod
+    def of(cls, files: Iterable[ObjectInfo], directories: Iterable[str]) -> Listing:
+        """The entries of a directory in order, without those that no path can name: an empty name, `.` and `..`.
+
+        In an object store they are possible as names of directories (`run/../x`), and joined to the path of the listed
+        directory they would lead out of it.
+        """
+        return cls(
+            tuple(sorted((f for f in files if has_plain_segments(parent_and_name(f.path)[1])), key=lambda f: f.path)),
+            tuple(sorted(filter(has_plain_segments, directories))),
+        )
 
     @property
     def by_name(self) -> dict[str, ObjectInfo]:
@@ -196,15 +209,38 @@ class CopyingStore(ObjectStore, Protocol):
 _READ_TRIES = 4
 
 
-def bucket_and_key(path: str) -> tuple[str, str]:
-    """The bucket and the key of a path in an object store."""
+def refuse_unclear_path(path: str, scheme: str) -> None:
+    """Reject a path that a client or a gateway may resolve to another object than the one of that name.
+
+    A slash at the end is accepted: web consoles make such objects as placeholders of directories.
+
+    Raises:
+        SourceError: `name.invalid`.
+    """
+    if path and not has_plain_segments(path.removesuffix("/")):
+        raise SourceError(
+            "name.invalid",
+            f"{scheme}://{printable(path)}: a segment of the name is empty, `.` or `..`, and some programs resolve it "
+            "to another name",
+            fix="rename the object with the tool that wrote it, or remove it with the tools of the store",
+            details={"path": printable(path)},
+        )
+
+
+def bucket_and_key(path: str, scheme: str) -> tuple[str, str]:
+    """The bucket and the key of a path in an object store.
+
+    Raises:
+        SourceError: `name.invalid` as `refuse_unclear_path`. Every call of a store parses its paths here.
+    """
+    refuse_unclear_path(path, scheme)
     bucket, _, key = path.partition("/")
     return bucket, key
 
 
-def bucket_and_prefix(path: str) -> tuple[str, str]:
+def bucket_and_prefix(path: str, scheme: str) -> tuple[str, str]:
     """The bucket, and the prefix of all keys below a directory. The prefix is empty for the bucket itself."""
-    bucket, key = bucket_and_key(path.rstrip("/"))
+    bucket, key = bucket_and_key(path.rstrip("/"), scheme)
     return bucket, f"{key}/" if key else ""
 
 
@@ -234,7 +270,7 @@ def upload_gone(where: str) -> StorageError:
 
 def no_bucket(path: str) -> StorageError:
     """The error for a path whose bucket does not exist."""
-    bucket = bucket_and_key(path)[0]
+    bucket = path.partition("/")[0]
     return StorageError(
         "storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name"
     )

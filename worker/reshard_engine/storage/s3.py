@@ -278,7 +278,7 @@ class S3Store:
         """The immediate children of a prefix, any `most` of them at the most; empty if there is none."""
         files: list[ObjectInfo] = []
         directories: list[str] = []
-        bucket, prefix = bucket_and_prefix(path)
+        bucket, prefix = bucket_and_prefix(path, "s3")
         with translated(path):
             for page in pages(self._client, bucket, prefix, delimiter="/"):
                 # An object with the name of the directory itself is a placeholder that a web console made.
@@ -288,11 +288,11 @@ class S3Store:
                     files = files[:most]
                     directories = directories[: most - len(files)]
                     break
-        return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
+        return Listing.of(files, directories)
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every object below a prefix, sorted by path; empty if there is none."""
-        bucket, prefix = bucket_and_prefix(path)
+        bucket, prefix = bucket_and_prefix(path, "s3")
         with translated(path):
             found = pages(self._client, bucket, prefix)
             return sorted((_info(bucket, e) for page in found for e in page.get("Contents", ())), key=lambda f: f.path)
@@ -304,7 +304,7 @@ class S3Store:
             return None
         if "ETag" not in head or "ContentLength" not in head:
             raise StorageError("storage.protocol", f"s3://{printable(path)}: the store gives no ETag or no size")
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "s3")
         return _info(bucket, {**head, "Key": key, "Size": head["ContentLength"]})
 
     def metadata(self, path: str) -> Mapping[str, str] | None:
@@ -313,7 +313,7 @@ class S3Store:
         return None if head is None else dict(head.get("Metadata", {}))
 
     def _head(self, path: str) -> Any:
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "s3")
         try:
             with translated(path):
                 return self._client.head_object(Bucket=bucket, Key=key)
@@ -326,7 +326,7 @@ class S3Store:
 
     def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on; the object must still have the pinned ETag."""
-        bucket, key = bucket_and_key(info.path)
+        bucket, key = bucket_and_key(info.path, "s3")
         last = offset + len(buffer) - 1
         etag = info.pin.removeprefix("etag:")
 
@@ -352,7 +352,7 @@ class S3Store:
         crc32: int | None = None,
     ) -> ObjectInfo:
         """Write a whole object, with a CRC-32 that the store checks."""
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "s3")
         extra: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         with translated(path):
             answer = self._client.put_object(
@@ -370,15 +370,15 @@ class S3Store:
         # XML has no form for control characters in keys.
         many = [] if in_order or len(paths) < 2 else [path for path in paths if path.isprintable()]
         left = list(paths) if not many else [path for path in paths if not path.isprintable()]
-        for bucket, group in groupby(many, key=lambda path: bucket_and_key(path)[0]):
-            keys = [bucket_and_key(path)[1] for path in group]
+        for bucket, group in groupby(many, key=lambda path: bucket_and_key(path, "s3")[0]):
+            keys = [bucket_and_key(path, "s3")[1] for path in group]
             for first in range(0, len(keys), DELETED_AT_ONCE):
                 refused = self._delete_many(bucket, keys[first : first + DELETED_AT_ONCE])
                 left += [join(bucket, key) for key in refused]
         delete_each(left, self._delete_one, in_order=in_order, threads=_DELETING_THREADS)
 
     def _delete_one(self, path: str) -> None:
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "s3")
         with translated(path):
             self._client.delete_object(Bucket=bucket, Key=key)
 
@@ -408,7 +408,7 @@ class S3Store:
 
     def create_multipart(self, path: str, *, metadata: Mapping[str, str]) -> str:
         """Begin a multipart upload; returns its id."""
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "s3")
         with translated(path):
             answer = self._client.create_multipart_upload(
                 Bucket=bucket, Key=key, Metadata=dict(metadata), ChecksumAlgorithm="CRC32", ChecksumType="COMPOSITE"
@@ -419,7 +419,7 @@ class S3Store:
         self, path: str, upload_id: str, number: int, data: memoryview, *, crc32: int | None = None
     ) -> PartInfo:
         """Upload one part, with a CRC-32 that the store checks."""
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "s3")
         with translated(path):
             answer = self._client.upload_part(
                 Bucket=bucket,
@@ -435,8 +435,8 @@ class S3Store:
         self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int
     ) -> PartInfo | None:
         """Fill one part from a byte range of a pinned object of this service (at most 5 GiB)."""
-        bucket, key = bucket_and_key(path)
-        source_bucket, source_key = bucket_and_key(source.path)
+        bucket, key = bucket_and_key(path, "s3")
+        source_bucket, source_key = bucket_and_key(source.path, "s3")
         try:
             with translated(path):
                 answer = self._client.upload_part_copy(
@@ -465,7 +465,7 @@ class S3Store:
 
     def list_parts(self, path: str, upload_id: str) -> list[PartInfo] | None:
         """The parts of an upload in number order, or None if the upload is gone."""
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "s3")
         parts: list[PartInfo] = []
         try:
             with translated(path):
@@ -485,7 +485,7 @@ class S3Store:
 
     def list_uploads(self, prefix: str) -> list[tuple[str, str]]:
         """(path, upload id) of every unfinished upload below a prefix."""
-        bucket, key = bucket_and_key(prefix)
+        bucket, key = bucket_and_key(prefix, "s3")
         found: list[tuple[str, str]] = []
         with translated(prefix):
             for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
@@ -494,7 +494,7 @@ class S3Store:
 
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[PartInfo]) -> None:
         """Make the object visible."""
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "s3")
         listed = [
             {"PartNumber": p.number, "ETag": f'"{p.etag}"'}
             | ({} if p.crc32 is None else {"ChecksumCRC32": base64.b64encode(p.crc32.to_bytes(4, "big")).decode()})
@@ -507,7 +507,7 @@ class S3Store:
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
         """Abort an upload. An upload that no longer exists is not an error."""
-        bucket, key = bucket_and_key(path)
+        bucket, key = bucket_and_key(path, "s3")
         try:
             with translated(path):
                 self._client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
