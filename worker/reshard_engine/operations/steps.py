@@ -191,7 +191,7 @@ def _listed(run: Location, around: _Surroundings, most: int | None = None) -> Ru
     candidates = _candidates(run, around)
     if most is not None:
         candidates = sorted(candidates, key=lambda name: (-1 if (n := number_of(name)) is None else n, name))[-most:]
-    below = run.files()
+    below = run.files() if run.store.scheme != "file" else _files_below(run, candidates)
     sizes = _sizes(below, candidates)
     # SeaweedFS 4 lists a prefix for a while after its last object is gone.
     names = [name for name, (files, _) in sizes.items() if files or run.store.scheme == "file"]
@@ -244,6 +244,14 @@ def _candidates(run: Location, around: _Surroundings) -> list[str]:
             fix="name the directory of one run",
         )
     return sorted(dict.fromkeys([*names, *deep]))
+
+
+def _files_below(run: Location, names: Iterable[str]) -> dict[str, ObjectInfo]:
+    """The files of the entries of a local run, by their paths relative to it.
+
+    A link beside them, such as to a data set, is not followed.
+    """
+    return {i.path[len(run.path) + 1 :]: i for name in names for i in _objects(run.child(*name.split("/")))}
 
 
 def _sizes(below: Mapping[str, ObjectInfo], names: Iterable[str]) -> dict[str, tuple[int, int]]:

@@ -7,7 +7,7 @@ import os
 import shlex
 import stat as stat_module
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
@@ -17,6 +17,8 @@ from reshard_engine.storage.protocol import Listing, ObjectInfo, changed
 from reshard_engine.storage.urls import refuse_opened_outside, refuse_outside
 
 _KEPT_FILES = 64
+_MOST_LINKED = 1_000
+"""Most linked directories in one tree. Links that lead to directories with links make exponentially many paths."""
 
 
 def _pin(found: os.stat_result) -> str:
@@ -61,17 +63,53 @@ class translated:  # noqa: N801 - reads as the function that it is used as
 
 
 def _status(path: str) -> os.stat_result | None:
-    """The status of a directory's entry; None for a dangling link, and for a file that was removed meanwhile."""
+    """The status of a directory's entry; None for a dead link, and for a file that was removed meanwhile."""
     try:
         return os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link to itself
+            return None
+        raise
 
 
-def _unless_gone(error: OSError) -> None:
-    """Raise errors that `os.walk` would ignore: a directory that cannot be listed must not look empty."""
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
+def _tree(path: str) -> Iterator[ObjectInfo]:
+    """The regular files below a directory, also those in linked directories: a reader opens them by the same paths.
+
+    A link to a directory above itself is not followed. A directory that cannot be listed raises: it must not look
+    empty.
+
+    Raises:
+        SourceError: `checkpoint.too_large`: too many linked directories.
+        RequestError: `request.root_forbidden`.
+    """
+    top = _status(path)
+    waiting = [] if top is None else [(path, frozenset({(top.st_dev, top.st_ino)}))]
+    linked = 0
+    while waiting:
+        directory, above = waiting.pop()
+        try:
+            entries = list(os.scandir(directory))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for entry in entries:
+            status = _status(entry.path)
+            if status is None:
+                continue
+            if stat_module.S_ISREG(status.st_mode):
+                yield ObjectInfo(entry.path, status.st_size, _pin(status))
+            elif stat_module.S_ISDIR(status.st_mode) and (key := (status.st_dev, status.st_ino)) not in above:
+                if entry.is_symlink():
+                    refuse_outside(entry.path)
+                    linked += 1
+                if linked > _MOST_LINKED:
+                    raise SourceError(
+                        "checkpoint.too_large",
+                        f"{printable(path)} has more than {_MOST_LINKED:,} linked directories",
+                        fix=f"see which links it has: find {shlex.quote(printable(path))} -type l",
+                    )
+                waiting.append((entry.path, above | {key}))
 
 
 class _Kept(threading.local):
@@ -148,16 +186,9 @@ class LocalStore:
         return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
-        """Every regular file below a directory, sorted by path; symbolic links to directories are not followed."""
-        found: list[ObjectInfo] = []
+        """Every regular file below a directory, sorted by path, also in linked directories (`_tree`)."""
         with translated(path):
-            for root, _, names in os.walk(path, onerror=_unless_gone):
-                for name in names:
-                    full = os.path.join(root, name)
-                    status = _status(full)
-                    if status is not None and stat_module.S_ISREG(status.st_mode):
-                        found.append(ObjectInfo(full, status.st_size, _pin(status)))
-        return sorted(found, key=lambda f: f.path)
+            return sorted(_tree(path), key=lambda f: f.path)
 
     def stat(self, path: str) -> ObjectInfo | None:
         """The regular file at exactly this path, or None."""

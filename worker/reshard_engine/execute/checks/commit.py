@@ -65,8 +65,8 @@ def prove_source_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def _as_they_are(store: Store, paths: Sequence[str]) -> dict[str, ObjectInfo | None]:
-    """The objects that are now at these paths, found by one request per path or, for many, by one listing."""
-    if len(paths) > LISTED_FROM:
+    """The objects that are now at these paths, by one request per path or, for many objects of a store, one listing."""
+    if len(paths) > LISTED_FROM and store.scheme != "file":  # a listing of a disk costs more than these calls
         return {i.path: i for i in store.list_tree(os.path.commonpath(paths))}
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(paths, pool.map(store.stat, paths), strict=True))
