@@ -14,6 +14,7 @@ from typing import Any
 
 import boto3
 import pytest
+import torch
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from google.protobuf import json_format
@@ -199,6 +200,50 @@ def test_a_swapped_file_is_named_with_its_tensors(place: Path) -> None:
 _MOMENT = "exp_avg/layers.0.up.weight"
 
 
+def linked(place: Path) -> Path:
+    """A universal checkpoint `run`, one of whose directories of parameters is a link to `elsewhere`."""
+    key_pair(place, "seal")
+    reshard.convert(TINY, place / "run", to="universal", progress=False)
+    parameter = min(p for p in (place / "run").glob("**/zero/*") if p.is_dir())
+    parameter.rename(place / "elsewhere")
+    parameter.symlink_to(place / "elsewhere")
+    return parameter
+
+
+def test_the_files_of_a_linked_directory_are_sealed_under_the_paths_that_a_reader_opens(tmp_path: Path) -> None:
+    """They were in no statement: whoever changed what the fingerprint does not cover was not found."""
+    parameter = linked(tmp_path)
+    written(tmp_path, seal(tmp_path))
+    assert check(tmp_path).ok
+    names = {path.name for path in (tmp_path / "elsewhere").iterdir()}
+    file = tmp_path / "elsewhere" / min(names)
+    file.write_bytes(file.read_bytes() + b"\0")
+    problems = {problem.path for problem in check(tmp_path).problems}
+    top = next(p for p in parameter.parents if p.parent == tmp_path)
+    assert str(file.name) in {path.rpartition("/")[2] for path in problems}
+    assert f"{(parameter / file.name).relative_to(top)}" in problems
+
+
+def test_a_directory_that_becomes_a_link_to_another_is_not_the_sealed_one(place: Path) -> None:
+    shutil.copytree(place / "run", place / "forged")
+    (place / "forged" / "global_step3" / "added.txt").write_text("x")
+    shutil.rmtree(place / "run" / "global_step3")
+    (place / "run" / "global_step3").symlink_to(place / "forged" / "global_step3")
+    assert [problem.path for problem in check(place).problems] == ["added.txt"]
+
+
+def test_a_part_of_a_checkpoint_that_no_seal_lists_is_rejected_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verifiers of model-signing leave some names out, such as `.git`: a reader must open none of these files."""
+    key_pair(tmp_path, "seal")
+    reshard.convert(TINY, tmp_path / "run", to="safetensors", progress=False)
+    monkeypatch.setattr(sealing, "_NOT_SEALED", ("model.safetensors",))
+    with pytest.raises(RequestError, match=r"model\.safetensors is a part of the checkpoint") as raised:
+        seal(tmp_path)
+    assert raised.value.code == "request.unsatisfiable"
+
+
 def test_missing_and_added_files_are_named(place: Path) -> None:
     directory = place / "run" / "global_step3"
     (directory / "added.txt").write_text("x")
@@ -283,6 +328,45 @@ def test_a_source_that_changes_during_the_conversion_gets_no_certificate(place: 
     with pytest.raises(SourceError, match="changed while") as raised:
         reshard.convert(place / "run", place / "out", to="universal", sign=place / "seal.key", on_progress=change)
     assert raised.value.code == "source.changed"
+    assert not list(place.glob("out*.sealed.json"))
+
+
+def added(target: Path) -> str:
+    (target / "added.txt").write_text("x")
+    return "added.txt was added"
+
+
+def flipped(target: Path) -> str:
+    data = bytearray((target / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (target / "model.safetensors").write_bytes(data)
+    return "model.safetensors was changed"
+
+
+def forged(target: Path) -> str:
+    """Other weights with the manifest of their own conversion, under which `verify` finds nothing wrong."""
+    shutil.copytree(TINY, target.parent / "other")
+    states = target.parent / "other" / "global_step3" / "mp_rank_00_model_states.pt"
+    values = torch.load(states, weights_only=False)
+    torch.save({**values, "global_steps": 7}, states)
+    reshard.convert(target.parent / "other", target, to="safetensors", overwrite=True, dtype="fp16", progress=False)
+    return "model.safetensors"
+
+
+@pytest.mark.parametrize("change", [added, flipped, forged])
+def test_a_target_that_changes_between_its_commit_and_its_seal_is_not_signed(
+    place: Path, change: Callable[[Path], str]
+) -> None:
+    said: list[str] = []
+
+    def meanwhile(progress: Progress) -> None:
+        if progress.phase == "done" and not said and (place / "out" / "reshard.json").exists():
+            said.append(change(place / "out"))
+
+    with pytest.raises(IntegrityError) as raised:
+        reshard.convert(place / "run", place / "out", to="safetensors", sign=place / "seal.key", on_progress=meanwhile)
+    assert raised.value.code == "integrity.mismatch"
+    assert said[0] in raised.value.message
     assert not list(place.glob("out*.sealed.json"))
 
 

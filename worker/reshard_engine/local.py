@@ -59,6 +59,7 @@ from reshard_engine.storage.texts import write_text
 from reshard_engine.storage.urls import refuse_upload, scheme_of
 
 if TYPE_CHECKING:
+    from reshard_engine.integrity.manifest import Manifest
     from reshard_engine.operations.conversion import Conversion
     from reshard_engine.operations.uploading import Upload
     from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
@@ -229,9 +230,9 @@ class LocalEngine:
                     fix="convert to a directory that is signed, and add --push",
                 )
             return _uploading().upload(request, on_progress=on_progress, should_stop=should_stop)
-        ownership = Ownership(on_plan, frozenset(abandoned))
 
-        def convert() -> ConvertResult:
+        def convert(on_commit: Callable[[Manifest], None] | None = None) -> ConvertResult:
+            ownership = Ownership(on_plan, frozenset(abandoned), on_commit)
             if work is None:
                 conversion = Conversion.prepare(request, ownership=ownership)
                 return conversion.run(on_progress=on_progress, should_stop=should_stop)

@@ -307,10 +307,12 @@ class Ownership:
         on_plan: Called with the digest of the plan and the bytes that it writes, before anything is written. It raises
             to stop the conversion.
         abandoned: Digests of plans whose conversions have ended without a result and will not go on.
+        on_commit: Called with the manifest of the finished target: a caller that signs the target compares it.
     """
 
     on_plan: Callable[[str, int], None] | None = None
     abandoned: frozenset[str] = frozenset()
+    on_commit: Callable[[Manifest], None] | None = None
 
     @property
     def is_recorded(self) -> bool:
@@ -324,6 +326,11 @@ class Ownership:
         others = self.abandoned - {plan.digest}
         if others:
             sink.discard(others)
+
+    def report(self, manifest: Manifest) -> None:
+        """Hand the manifest of the finished target to the caller."""
+        if self.on_commit is not None:
+            self.on_commit(manifest)
 
 
 # One conversion, from its plan to its commit.
@@ -610,6 +617,7 @@ class Conversion:
             manifest = full.after_publishing(manifest, threads)
         beside = self.pointer_warnings()
         self.sink.commit(manifest.to_bytes(), self.pointer)
+        self.ownership.report(manifest)
         _lap(seconds, "commit", clock)
         executor.progress.report("done", force=True)
         return ConvertResult(
@@ -682,6 +690,7 @@ class Conversion:
         if tidy:
             wanted = manifest.pointer is not None or self.request.pointer
             self.sink.finish_after_crash(self.plan, self.layout.pointer if wanted else None)
+        self.ownership.report(manifest)
         return ConvertResult(
             target=self.target.url,
             to=self.request.to,

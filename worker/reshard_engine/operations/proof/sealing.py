@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -33,12 +34,12 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import rules_of
 from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.integrity.checksums import Sha256
-from reshard_engine.integrity.manifest import TOOL_VERSION
+from reshard_engine.integrity.manifest import MANIFEST_NAME, TOOL_VERSION, Manifest, ManifestFile, parse_manifest
 from reshard_engine.operations.diff import reading_threads
 from reshard_engine.operations.proof.fingerprint import WHOLE, component_digest, fingerprint_of, whole_digest
 from reshard_engine.operations.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.storage.crc32 import pieces_of
+from reshard_engine.storage.crc32 import crc32, pieces_of
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectInfo, parent_and_name, read_bytes
 from reshard_engine.storage.texts import write_text
@@ -398,12 +399,31 @@ def _seal(source: SourceSpec, signer: Signer, see: Callable[[], _Seen], origin: 
     return _Sealed(done, statement, seen.objects)
 
 
-def _see(source: SourceSpec, options: Options, *, on_progress: OnProgress, should_stop: ShouldStop) -> _Seen:
-    """Read a checkpoint: its state, then the bytes of all its files."""
+def _see(
+    source: SourceSpec,
+    options: Options,
+    *,
+    on_progress: OnProgress,
+    should_stop: ShouldStop,
+    committed: Manifest | None = None,
+) -> _Seen:
+    """Read a checkpoint: its state, then the bytes of all its files.
+
+    Args:
+        source: The checkpoint.
+        options: The rules of tensor parallelism, if the user gave any.
+        on_progress: Called with the progress.
+        should_stop: Returns true to stop.
+        committed: The manifest of the conversion that wrote the checkpoint, which its files are compared with.
+
+    Raises:
+        IntegrityError: `integrity.mismatch` if the files are not those that the conversion wrote.
+    """
     ledger, rules = OpaqueLedger(OpaquePolicy.KEEP), rules_of(options)
     checkpoint = named_checkpoint(open_location(source.url, source.profile), source, ledger, rules)
     place = open_location(checkpoint.url, source.profile)
     objects = _objects(place)
+    _refuse_uncovered(checkpoint, place, objects)
     digest = partial(fingerprint_of, checkpoint, on_progress=on_progress, should_stop=should_stop)
     asked = FingerprintOptions(lines=True)
     try:
@@ -413,7 +433,9 @@ def _see(source: SourceSpec, options: Options, *, on_progress: OnProgress, shoul
             raise
         # The files leave open what their optimizer's numbers mean: the statement is about the model, and says so.
         report = digest(asked.model_copy(update={"weights_only": True}))
-    files = _hashed(place, objects, reading_threads(checkpoint))
+    target = open_location(source.url, source.profile)
+    written = {} if committed is None else _written(committed, target, place, objects)
+    files = _hashed(place, objects, reading_threads(checkpoint), written)
     if _objects(place) != objects:
         raise _changed(place)
     size_bytes = sum(info.size_bytes for info in objects.values())
@@ -436,17 +458,98 @@ def _objects(place: Location) -> dict[str, ObjectInfo]:
     return dict(sorted(found.items()))
 
 
-def _hashed(place: Location, objects: Mapping[str, ObjectInfo], threads: int) -> dict[str, str]:
-    """SHA-256 of each file."""
+def _refuse_uncovered(checkpoint: Checkpoint, place: Location, objects: Mapping[str, ObjectInfo]) -> None:
+    """Reject a checkpoint whose reader opens a file that its seal does not list.
 
-    def digest(info: ObjectInfo) -> str:
-        found = hashlib.sha256()
-        for _, view in pieces_of(partial(place.store.read_into, info), 0, info.size_bytes):
-            found.update(view)
+    Raises:
+        RequestError: `request.unsatisfiable`.
+        SourceError: `source.changed` if a file is no longer the file that the reader opened.
+    """
+    # The directory of a tag may be a link: the reader's paths lead through it, those of a location do not.
+    top = checkpoint.url if place.store.scheme == "file" else place.path
+    for info in (info for file in checkpoint.files for info in file.objects):
+        inner = info.path.removeprefix(f"{top}/") if info.path != top else parent_and_name(place.path)[1]
+        listed = objects.get(inner)
+        if listed is None:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"{printable(info.path)} is a part of the checkpoint, and a seal of {printable(place.url)} does not "
+                f"list it: it lies outside that directory, or in one of {', '.join(_NOT_SEALED)}",
+                fix="copy the file into the directory of the checkpoint, under a name that is sealed",
+            )
+        if (listed.size_bytes, listed.pin) != (info.size_bytes, info.pin):
+            raise _changed(place)
+
+
+def _written(
+    committed: Manifest, target: Location, place: Location, objects: Mapping[str, ObjectInfo]
+) -> dict[str, ManifestFile]:
+    """The files that a conversion wrote, by their paths relative to the checkpoint in its target.
+
+    Raises:
+        IntegrityError: `integrity.mismatch` if a file was added, is missing or has another size, or if the manifest
+            beside the files is another manifest.
+    """
+    inner = f"{place.path[len(target.path) + 1 :]}/" if place.path != target.path else ""
+    written = {f.path.removeprefix(inner): f for f in committed.files if f.path.startswith(inner)}
+    for path in sorted({*written, *objects} - ({MANIFEST_NAME} if not inner else set())):
+        info, file = objects.get(path), written.get(path)
+        if info is None or file is None:
+            raise _not_written(place, path, "is missing" if info is None else "was added")
+        if info.size_bytes != file.size_bytes:
+            raise _not_written(place, path, f"has {info.size_bytes:,} bytes, and had {file.size_bytes:,}")
+    manifest = objects.get(MANIFEST_NAME)
+    if not inner and (manifest is None or parse_manifest(read_bytes(place.store, manifest)) != committed):
+        raise _not_written(place, MANIFEST_NAME, "was replaced")
+    return written
+
+
+def _not_written(place: Location, path: str, what: str) -> IntegrityError:
+    return IntegrityError(
+        "integrity.mismatch",
+        f"{printable(place.url)}: {printable(path)} {what} after the conversion's commit: the target is not signed",
+        fix="find out what writes there, then run the same command with --overwrite",
+        details={"path": printable(path)},
+    )
+
+
+def _hashed(
+    place: Location,
+    objects: Mapping[str, ObjectInfo],
+    threads: int,
+    written: Mapping[str, ManifestFile] = MappingProxyType({}),
+) -> dict[str, str]:
+    """SHA-256 of each file. Of files that a conversion wrote, the bytes are compared with its CRC-32s as they are read.
+
+    Raises:
+        IntegrityError: `integrity.mismatch`.
+    """
+
+    def digest(path: str) -> str:
+        found, info = hashlib.sha256(), objects[path]
+        for begin, end, expected in _ranges(info.size_bytes, written.get(path)):
+            crc = 0
+            for _, view in pieces_of(partial(place.store.read_into, info), begin, end):
+                found.update(view)
+                crc = crc if expected is None else crc32(view, crc)
+            if expected is not None and crc != expected:
+                raise _not_written(place, path, f"was changed (bytes {begin:,} to {end:,})")
         return found.hexdigest()
 
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(objects, pool.map(digest, objects.values()), strict=True))
+        return dict(zip(objects, pool.map(digest, objects), strict=True))
+
+
+def _ranges(size_bytes: int, file: ManifestFile | None) -> Iterator[tuple[int, int, int | None]]:
+    """(first byte, last byte + 1, CRC-32) of consecutive ranges of a file; None for bytes without a checksum."""
+    at = 0
+    for offset, length, expected in sorted(file.chunks) if file is not None else ():
+        if offset > at:
+            yield at, offset, None
+        yield offset, offset + length, expected
+        at = offset + length
+    if at < size_bytes:
+        yield at, size_bytes, None
 
 
 # Conversions that leave a statement about their target, with a link to that of their source.
@@ -455,7 +558,7 @@ def _hashed(place: Location, objects: Mapping[str, ObjectInfo], threads: int) ->
 def convert_sealed(
     request: ConvertRequest,
     signing: Signing,
-    convert: Callable[[], ConvertResult],
+    convert: Callable[[Callable[[Manifest], None]], ConvertResult],
     *,
     on_progress: OnProgress = None,
     should_stop: ShouldStop = None,
@@ -468,6 +571,7 @@ def convert_sealed(
     Raises:
         RequestError: `request.root_forbidden` if this process may not write beside the target.
         SourceError: `source.changed` if the source is not the one that was sealed.
+        IntegrityError: `integrity.mismatch` if the target was changed after its commit.
         ReshardError: As `seal`, and as the conversion.
     """
     refuse_writing_outside(f"{request.target}{SUFFIX}", "certificates stand beside the target, and this service signs")
@@ -477,7 +581,8 @@ def convert_sealed(
     statement, parents = sealed.statement, [(f"{request.target}.source{SUFFIX}", sealed.report.certificate)]
     if signing.certificate is not None:
         statement, parents = _given(sealed, signing), []
-    result = convert()
+    manifests: list[Manifest] = []
+    result = convert(manifests.append)
     place = open_location(sealed.report.url, request.source.profile)
     if _objects(place) != sealed.objects:
         raise _changed(place)
@@ -492,7 +597,7 @@ def convert_sealed(
         not_carried=result.not_carried,
     )
     target = SourceSpec(url=result.target, profile=request.target_profile)
-    made = _seal(target, signer, partial(see, target, Options()), origin)
+    made = _seal(target, signer, partial(see, target, Options(), committed=manifests[-1]), origin)
     written = [(f"{result.target}{SUFFIX}", made.report.certificate), *parents]
     for url, text in written:
         write_text(open_location(url, request.target_profile), text.encode())
@@ -629,6 +734,7 @@ def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyPro
         chosen = SourceSpec.model_validate({**source.model_dump(mode="json", exclude_none=True), **facts.choices})
         checkpoint = named_checkpoint(place, chosen, OpaqueLedger(OpaquePolicy.KEEP), facts.rules)
         place = open_location(checkpoint.url, source.profile)
+        _refuse_uncovered(checkpoint, place, _objects(place))
         report = fingerprint_of(checkpoint, FingerprintOptions(weights_only=facts.state.weights_only, lines=True))
         read += report.read_bytes
         found += _tensors(facts.state, report)
