@@ -73,6 +73,67 @@ def test_sources_that_are_none(spoil: Callable[[Path], Any], code: str, checkpoi
     assert list(checkpoint.glob(".reshard/global_step3*")) == []
 
 
+def test_a_dead_link_in_a_tag_is_ignored(save: Path) -> None:
+    (save / "global_step3" / "notes.txt").symlink_to("gone/notes.txt")
+    before = find_source(str(save), None).fingerprint()
+    assert ensured(save, wanted(dp=3, environ={})).outcome is Outcome.CONVERTED
+    assert find_source(str(save), None).fingerprint() == before
+
+
+@pytest.mark.parametrize("suffix", ["optim_states.pt", "model_states.pt"])
+def test_a_needed_file_that_is_a_dead_link_is_named_with_its_target(save: Path, suffix: str) -> None:
+    file = next((save / "global_step3").glob(f"*{suffix}"))
+    file.unlink()
+    file.symlink_to("../gone/states.pt")
+    error = raised(SourceError, lambda: ensured(save, wanted(dp=3, environ={})))
+    assert error.code == "checkpoint.incomplete"
+    assert f"{file.name} is a link to {save}/gone/states.pt, which does not exist" in error.message
+
+
+def test_a_directory_of_dead_links_is_not_an_empty_one(tmp_path: Path) -> None:
+    """`snapshots/REVISION` of the hub's cache, whose `blobs` were removed."""
+    (tmp_path / "revision").mkdir()
+    (tmp_path / "revision" / "model.safetensors").symlink_to("../../blobs/0123")
+    error = raised(SourceError, lambda: load_engine().inspect(SourceSpec(url=str(tmp_path / "revision"))))
+    assert error.code == "checkpoint.incomplete"
+    assert "model.safetensors is a link to" in error.message
+
+
+def test_latest_may_be_a_link_to_the_directory_of_a_tag(save: Path, tmp_path: Path) -> None:
+    (save / "latest").unlink()
+    (save / "latest").symlink_to("global_step3")
+    assert find_source(str(save), None) == LocalSource(str(save), ("global_step3",), names_tag=False)
+    (save / "latest").unlink()
+    (save / "latest").symlink_to(tmp_path)
+    error = raised(SourceError, lambda: find_source(str(save), None))
+    assert (error.code, "--tag global_step3" in error.fix) == ("checkpoint.bad_latest", True)
+    assert f"a link to {tmp_path}" in error.message
+    (save / "latest").unlink()
+    (save / "latest").mkdir()
+    assert raised(SourceError, lambda: find_source(str(save), None)).code == "checkpoint.bad_latest"
+
+
+def test_a_file_of_a_rank_may_be_a_link_into_a_directory_above(save: Path) -> None:
+    file = next((save / "global_step3").glob("*optim_states.pt"))
+    pool = save.parent / "pool.pt"
+    file.rename(pool)
+    file.symlink_to("../../pool.pt")
+    assert ensured(save, wanted(dp=3, environ={})).outcome is Outcome.CONVERTED
+    assert raised(RequestError, lambda: convert(save, save.parent, to="safetensors")).code == "request.overlap"
+    assert pool.is_file()
+
+
+def test_a_change_in_a_linked_directory_is_a_change_of_the_checkpoint(save: Path, tmp_path: Path) -> None:
+    tag = save / "global_step3"
+    tag.rename(tmp_path / "elsewhere")
+    tag.mkdir()
+    (tag / "part").symlink_to(tmp_path / "elsewhere")
+    (tag / "part" / "up").symlink_to(tag)
+    before = LocalSource(str(save), ("global_step3",), names_tag=False).fingerprint()
+    (tmp_path / "elsewhere" / "added").write_text("x")
+    assert LocalSource(str(save), ("global_step3",), names_tag=False).fingerprint() != before
+
+
 def test_a_stale_latest_lists_what_is_there(checkpoint: Path) -> None:
     (checkpoint / "latest").write_text("global_step9")
     shutil.copytree(checkpoint / "global_step3", checkpoint / "global_step10")

@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -108,13 +109,38 @@ class LocalSource:
         """A digest of the names, sizes and modification times of the tags' files."""
         digest = hashlib.sha256()
         for top in [self.home] if self.distributed else [os.path.join(self.home, tag) for tag in self.tags]:
-            for place, directories, names in os.walk(top):
-                directories[:] = sorted(d for d in directories if d != RECORDS)
-                for name in sorted(names):
-                    path = os.path.join(place, name)
-                    info = os.stat(path)
-                    digest.update(f"{os.path.relpath(path, self.home)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
+            for path, info in _files_below(top, set()):
+                name = os.fsencode(os.path.relpath(path, self.home))
+                digest.update(b"%s\0%d\0%d\n" % (name, info.st_size, info.st_mtime_ns))
         return digest.hexdigest()
+
+
+def _files_below(directory: str, visited: set[tuple[int, int]]) -> Iterator[tuple[str, os.stat_result]]:
+    """The files below a directory with their status, also in linked directories, as conversions read them.
+
+    A linked directory is an entry with its target, and each directory is entered once, so that links in a circle end.
+    Whatever has no status is left out, such as a dead link: a conversion that needs it reports it.
+    """
+    directories: list[str] = []
+    try:
+        names = sorted(name for name in os.listdir(directory) if name != RECORDS)
+    except OSError:
+        return
+    for path in (os.path.join(directory, name) for name in names):
+        try:
+            info = os.stat(path)
+        except OSError:
+            continue
+        if not stat.S_ISDIR(info.st_mode):
+            yield path, info
+            continue
+        if os.path.islink(path):
+            yield f"{path} -> {os.path.realpath(path)}", info
+        if (key := (info.st_dev, info.st_ino)) not in visited:
+            visited.add(key)
+            directories.append(path)
+    for path in directories:
+        yield from _files_below(path, visited)
 
 
 def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> LocalSource:
@@ -288,7 +314,7 @@ def _tracked(directory: str) -> str | None:
 
 
 def _tracker_text(directory: str, name: str) -> str | None:
-    with suppress(FileNotFoundError), open(os.path.join(directory, name), "rb") as file:
+    with suppress(FileNotFoundError, IsADirectoryError), open(os.path.join(directory, name), "rb") as file:
         return file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
     return None
 
@@ -439,8 +465,11 @@ def _tags_there(directory: str) -> str:
 
 def _pointed(directory: str) -> str | None:
     for name in POINTERS:
+        path = os.path.join(directory, name)
+        if os.path.isdir(path):
+            return _tag_of_directory(directory, name)
         with suppress(FileNotFoundError):
-            with open(os.path.join(directory, name), "rb") as file:
+            with open(path, "rb") as file:
                 text = file.read(_MAX_POINTER_BYTES + 1)
             if len(text) > _MAX_POINTER_BYTES:
                 raise SourceError("checkpoint.bad_latest", f"`{name}` is longer than any tag name")
@@ -450,6 +479,24 @@ def _pointed(directory: str) -> str | None:
 
 def _holds_pointer(directory: str) -> bool:
     return any(os.path.lexists(os.path.join(directory, name)) for name in POINTERS)
+
+
+def _tag_of_directory(directory: str, name: str) -> str:
+    """The tag that a pointer names as a link to the tag's directory, as `ln -sfn global_step3 latest` makes it.
+
+    Raises:
+        SourceError: `checkpoint.bad_latest` for another directory.
+    """
+    path, top = os.path.join(directory, name), os.path.realpath(directory)
+    tag = os.path.relpath(os.path.realpath(path), top)
+    if os.path.islink(path) and tag != os.curdir and not tag.startswith(os.pardir):
+        return tag
+    what = f"a link to {printable(os.readlink(path))}" if os.path.islink(path) else "a directory"
+    raise SourceError(
+        "checkpoint.bad_latest",
+        f"`{name}` in {printable(directory)} is {what}, and not a file with the name of a tag",
+        fix=_tags_there(directory) or "name the directory of the checkpoint",
+    )
 
 
 def _is_name(tag: str) -> bool:
@@ -585,12 +632,18 @@ def _place_tree(source: str, target: str) -> None:
         os.makedirs(here, exist_ok=True)
         for name in names:
             _place(os.path.join(place, name), os.path.join(here, name))
+        for name in directories:
+            if os.path.islink(linked := os.path.join(place, name)):  # `walk` does not enter it
+                with suppress(FileExistsError):
+                    os.symlink(os.path.realpath(linked), os.path.join(here, name))
 
 
 def _place(source: str, target: str) -> None:
     """Place one file atomically: copy a small one, hard-link a large one, or symlink it across file systems."""
     temporary = f"{target}.{uuid.uuid4().hex[:8]}.part"
     real = os.path.realpath(source)
+    if not os.path.exists(real):
+        return  # a dead link, which says nothing about the checkpoint
     if os.path.getsize(real) <= _COPIED_BYTES:
         shutil.copy2(real, temporary)
     else:

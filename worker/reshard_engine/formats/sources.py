@@ -29,6 +29,7 @@ from reshard_engine.formats.registry import formats, known_files, refuse_keys
 from reshard_engine.formats.weight_files import optimizers_among, unread_optimizers
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.local import dead_links
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, Store, join, parent_and_name, read_bytes
 from reshard_engine.storage.urls import canonical_url, is_within
@@ -392,6 +393,12 @@ def nothing_at(location: Location) -> SourceError:
     siblings: tuple[str, ...] = ()
     with suppress(ReshardError):  # a service may not show the directory around its roots
         siblings = location.store.list_directory(parent).directories
+    if name in siblings and (links := dead_links(location.path)):
+        return SourceError(
+            "checkpoint.incomplete",
+            f"{where} holds only dead links: {links}",
+            fix=f"restore the files, or copy the checkpoint again: ls -l {shlex.quote(where)}",
+        )
     if name in siblings:
         fix = "name the directory that training saved into"
         return SourceError("source.not_found", f"{where} is an empty directory", fix=fix)
@@ -530,8 +537,20 @@ def read_checkpoint(
         refuse_choices(choices, f"{printable(found.location.url)} is of a kind that holds one model")
     with collector_paused():
         options = ReadOptions(ledger, found.tag, rules, choices, target, refuse_keys)
-        checkpoint = found.reader.read(found.location, found.listing, options)
+        try:
+            checkpoint = found.reader.read(found.location, found.listing, options)
+        except SourceError as error:
+            raise _with_dead_links(error, found.location) from error
         return _as_read(checkpoint, found)
+
+
+def _with_dead_links(error: SourceError, location: Location) -> SourceError:
+    """The error of a missing file, with the dead links that lie in its place."""
+    if location.store.scheme != "file" or error.code not in ("checkpoint.incomplete", "source.not_found"):
+        return error
+    links = dead_links(location.path)
+    message = f"{error.message}; {links}"
+    return SourceError("checkpoint.incomplete", message, fix=error.fix, details=error.details) if links else error
 
 
 def _as_read(checkpoint: Checkpoint, found: Found) -> Checkpoint:

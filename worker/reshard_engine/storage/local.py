@@ -74,6 +74,20 @@ def _status(path: str) -> os.stat_result | None:
         raise
 
 
+def dead_links(directory: str) -> str:
+    """A sentence that names the dead links below a directory, for the error of a file that is missing; "" for none."""
+    found: list[str] = []
+    for root, _, names in islice(os.walk(directory), _MOST_LINKED):
+        for name in sorted(names):
+            path = os.path.join(root, name)
+            if os.path.islink(path) and _status(path) is None:
+                place = os.path.normpath(os.path.join(root, os.readlink(path)))
+                inner = os.path.relpath(path, directory)
+                found.append(f"{printable(inner)} is a link to {printable(place)}, which does not exist")
+    more = f" ({len(found) - 1} more dead links)" if len(found) > 1 else ""
+    return f"{found[0]}{more}" if found else ""
+
+
 def _tree(path: str) -> Iterator[ObjectInfo]:
     """The regular files below a directory, also those in linked directories: a reader opens them by the same paths.
 

@@ -303,10 +303,13 @@ class LocalSink:
         return None
 
     def places_of(self, paths: Iterable[str]) -> set[str]:
-        """The directories of files, as they are named and where links lead."""
+        """The directories of files, and the files elsewhere that links lead to.
+
+        What lies beside such a file, such as a pool that a rank's file is a link into, is no part of the checkpoint.
+        """
         found = list(paths)
         return {os.path.realpath(os.path.dirname(p)) for p in found} | {
-            os.path.dirname(os.path.realpath(p)) for p in found
+            os.path.realpath(p) for p in found if os.path.islink(p)
         }
 
     def make_parent(self) -> None:

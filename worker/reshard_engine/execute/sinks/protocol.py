@@ -100,7 +100,7 @@ class Sink(Protocol):
         ...
 
     def places_of(self, paths: Iterable[str]) -> set[str]:
-        """The directories in which objects of the same kind of storage lie, as canonical URLs."""
+        """The directories in which objects of the same kind of storage lie, and files that links lead to, as URLs."""
         ...
 
     # -- before the conversion --------------------------------------------------------------------------
