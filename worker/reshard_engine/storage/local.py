@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
 
-from reshard.errors import RequestError, SourceError, StorageError, printable, storage_code
+from reshard.errors import RequestError, SourceError, StorageError, counted, printable, storage_code
 from reshard_engine.storage.protocol import Listing, ObjectInfo, changed
 from reshard_engine.storage.urls import refuse_opened_outside, refuse_outside
 
@@ -84,8 +84,8 @@ def dead_links(directory: str) -> str:
                 place = os.path.normpath(os.path.join(root, os.readlink(path)))
                 inner = os.path.relpath(path, directory)
                 found.append(f"{printable(inner)} is a link to {printable(place)}, which does not exist")
-    more = f" ({len(found) - 1} more dead links)" if len(found) > 1 else ""
-    return f"{found[0]}{more}" if found else ""
+    more = f"; {counted(len(found) - 3, 'more dead link')}" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + more
 
 
 def _tree(path: str) -> Iterator[ObjectInfo]:
