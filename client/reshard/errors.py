@@ -14,10 +14,17 @@ HTTP status and exit code, and says if a retry can help::
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote, quote_plus, unquote
 
 MAX_TEXT_CHARS = 2_000
 
@@ -241,12 +248,151 @@ _DEFAULT_FIXES: Mapping[str, str] = {
 """The fix of an error that was raised without one, by code or by branch."""
 
 
+# Secrets of this process: no error, log line or answer shows them.
+#
+# Clients of stores quote requests in their exceptions: URLs with signatures and passwords. A store may quote the
+# headers that it received. Errors reach people who must not know the operator's credentials, so every `ReshardError`
+# hides them.
+
+_HIDDEN = "[hidden]"
+PROFILES_VARIABLE = "RESHARD_PROFILES"
+"""The environment variable with the path of the operator's storage profiles."""
+_SECRET_NAME = re.compile(r"(?:token|secret|password|secret_access_key|api_key|_key|connection_string)$", re.IGNORECASE)
+_NAME_OF_FILE = re.compile(r"SIGNING_(?:PUBLIC_)?KEY$")
+"""Variables whose values are paths of key files; an error that hides the path helps nobody."""
+_PASSWORD_IN_URL = re.compile(r"://[^/@\s:]*:([^/\s]+)@")
+_USER_IN_URL = re.compile(r"://[^/\s:@\"'<>]*:[^/\s\"'<>]*@")
+_PARAMETER = re.compile(r"[?&;]([\w.~%-]+)=([^&;#\s\"'<>]+)")
+_SECRET_PARAMETER = r"[\w.~%-]*(?:key|token|secret|password|passwd|pwd|signature|credential|auth)|sig|pass"  # noqa: S105 - names
+_IN_CONNECTION_STRING = re.compile(r"(?i)(?:^|;)\s*(?:AccountKey|SharedAccessSignature)=([^;]+)")
+_SIGNED = re.compile(
+    r"(?i:\b(X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)[\"']?\s?[=:]\s?[\"']?))[^&\s\"'<>,]+"
+    r"|(?i:\b((?:sig|signature|token|access_token|accountkey)=))[^&\s\"'<>]+"
+    rf"|(?i:([?&](?!page_token|continuation-token)(?:{_SECRET_PARAMETER})=))[^&\s\"'<>]+"
+    r"|((?i:bearer)\s+)[^\s\"'<>,]{8,}"
+    # English words follow `basic` as well; a credential has a digit, a capital or a sign.
+    r"|((?i:basic)\s+)(?=[^\s\"'<>,]*[A-Z0-9=])[^\s\"'<>,]{6,}"
+)
+_LEAST_SECRET_CHARS = 8
+"""A shorter value would hide words that have nothing to do with it."""
+_concealed: set[str] = set()
+
+
+def conceal(secret: str | None) -> None:
+    """Hide a secret of this process that is not in its environment, such as a token from a file of its user."""
+    if secret is not None and len(secret) >= _LEAST_SECRET_CHARS:
+        _concealed.add(secret)
+
+
+def without_secrets(text: str) -> str:
+    """`text` with `[hidden]` in place of passwords, signatures, and secrets of this process in any usual encoding."""
+    for form in _forms(tuple(os.environ.items()), _profiles_version(os.environ), tuple(_concealed)):
+        text = text.replace(form, _HIDDEN)
+    text = _USER_IN_URL.sub(f"://{_HIDDEN}@", text)
+    return _SIGNED.sub(lambda found: f"{found[found.lastindex or 0]}{_HIDDEN}", text)
+
+
+def secrets_of(env: Mapping[str, str]) -> set[str]:
+    """The secrets in the environment of a process, in its URLs, and in the file of storage profiles."""
+    found = {value for name, value in env.items() if _SECRET_NAME.search(name) and not _NAME_OF_FILE.search(name)}
+    for name, value in env.items():
+        found.update(_within(value))
+        if name.startswith("OTEL_") and name.endswith("_HEADERS"):
+            # `api-key=...,authorization=Bearer%20...`
+            found.update(unquote(pair.partition("=")[2]).strip() for pair in value.split(","))
+    found.update(_secrets_of_profiles(env))
+    return {value for value in found if len(value) >= _LEAST_SECRET_CHARS}
+
+
+def _within(value: str, *, any_parameter: bool = False) -> set[str]:
+    """Passwords in URLs, secret parameters of URLs, and the keys of connection strings in a value of the environment.
+
+    Args:
+        value: The value.
+        any_parameter: True if each parameter of a URL counts as secret, whatever its name is.
+    """
+    found = set(_PASSWORD_IN_URL.findall(value))
+    for name, parameter in _PARAMETER.findall(f"?{value}" if value.startswith("sv=") else value):
+        if any_parameter or re.fullmatch(_SECRET_PARAMETER, name, re.IGNORECASE):
+            found.add(parameter)
+    for part in _IN_CONNECTION_STRING.findall(value):
+        found |= {part, *_within(f"?{part}")}
+    return found
+
+
+def _secrets_of_profiles(env: Mapping[str, str]) -> set[str]:
+    try:
+        profiles = tomllib.loads(Path(env.get(PROFILES_VARIABLE, "")).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # Whoever opens a profile gets the reason.
+        return set()
+    return _secrets_of_table(profiles)
+
+
+def _secrets_of_table(table: Mapping[str, Any]) -> set[str]:
+    found: set[str] = set()
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found |= _secrets_of_table(cast("dict[str, Any]", value))
+        elif isinstance(value, str):
+            found |= {value} if _SECRET_NAME.search(name) else set()
+            found |= _within(f"?{value}" if name == "sas_token" else value, any_parameter=name == "endpoint_url")
+    return found
+
+
+def _profiles_version(env: Mapping[str, str]) -> tuple[int, int, int]:
+    """A value that changes when the file of profiles does."""
+    try:
+        status = os.stat(env.get(PROFILES_VARIABLE, ""))
+    except (OSError, ValueError):
+        return (0, 0, 0)
+    return (status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4)
+def _forms(
+    env: tuple[tuple[str, str], ...], _profiles: tuple[int, int, int], concealed: Iterable[str]
+) -> tuple[str, ...]:
+    """The secrets as they are, and as JSON, URLs and `repr` write them; the longest first."""
+    known = {plain for secret in {*secrets_of(dict(env)), *concealed} for plain in (secret, unquote(secret))}
+    forms = {
+        form
+        for secret in known
+        if len(secret) >= _LEAST_SECRET_CHARS
+        for form in (
+            secret,
+            json.dumps(secret)[1:-1],
+            repr(secret)[1:-1],
+            quote(secret),
+            quote(secret, safe=""),
+            quote_plus(secret),
+            # Some clients write the escapes in lower case.
+            re.sub("%[0-9A-F]{2}", lambda escape: escape[0].lower(), quote(secret, safe="")),
+        )
+    }
+    return tuple(sorted(forms, key=len, reverse=True))
+
+
+def _hidden_in(value: Any) -> Any:
+    """A JSON value whose texts show no secret."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, dict):
+        return {name: _hidden_in(part) for name, part in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [_hidden_in(part) for part in cast("list[Any]", value)]
+    return tuple(map(_hidden_in, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value
+
+
 def printable(text: object, *, max_chars: int = 256) -> str:
     """`text` as one safe line: control, bidi and surrogate characters are escaped, and the length is limited.
 
     Names in errors come from checkpoints; a log line or a terminal must not obey them.
     """
     raw = text if isinstance(text, str) else repr(text)
+    if len(raw) > max_chars:
+        # The first half of a secret would not be recognised as one later.
+        raw = without_secrets(raw)
     cut = raw[:max_chars]
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in cut)
     return safe if len(raw) <= max_chars else f"{safe}... ({len(raw)} characters)"
@@ -291,16 +437,21 @@ class ReshardError(Exception):
         message: The problem, with its numbers.
         fix: A step that the user can take, if possible as a command to paste.
         details: Machine-readable facts (JSON values).
+
+    None of them shows a secret of this process (`without_secrets`).
     """
 
     def __init__(self, code: str, message: str, *, fix: str = "", details: Mapping[str, Any] | None = None) -> None:
         if code not in CODES:
             raise AssertionError(f"error code {code!r} is not in the table")
+        message = without_secrets(message)
         super().__init__(message)
         self.code = code
         self.message = message[:MAX_TEXT_CHARS]
-        self.fix = (fix or _DEFAULT_FIXES.get(code) or _DEFAULT_FIXES[code.partition(".")[0]])[:MAX_TEXT_CHARS]
-        self.details: dict[str, Any] = dict(details or {})
+        self.fix = (without_secrets(fix) or _DEFAULT_FIXES.get(code) or _DEFAULT_FIXES[code.partition(".")[0]])[
+            :MAX_TEXT_CHARS
+        ]
+        self.details: dict[str, Any] = _hidden_in(dict(details or {}))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the error, so that ranks and pools of processes can pass it to other processes."""

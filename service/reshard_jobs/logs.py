@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import sys
-import tomllib
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, TextIO, cast
-from urllib.parse import unquote
+from typing import Any, TextIO
+
+from reshard.errors import without_secrets
 
 FORMAT_VARIABLE = "RESHARD_LOG_FORMAT"
 LEVEL_VARIABLE = "RESHARD_LOG_LEVEL"
@@ -34,15 +32,6 @@ _TALKATIVE = (
     *("kombu", "multipart", "opentelemetry", "psycopg", "python_multipart", "requests", "s3fs", "s3transfer"),
     *("sqlalchemy", "sse_starlette", "urllib3"),
 )
-_HIDDEN = "[hidden]"
-_SECRET_NAME = re.compile(r"(?:token|secret|password|secret_access_key|api_key|_key|connection_string)$", re.IGNORECASE)
-_PASSWORD_IN_URL = re.compile(r"://[^/@\s:]*:([^/@\s]+)@")
-_SIGNED = re.compile(
-    r"(?i)\b((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|signature|token|access_token|accountkey)=)[^&\s\"'<>]+"
-    r"|((?:bearer|basic)\s+)[^\s\"'<>,]{6,}"
-)
-_LEAST_SECRET_CHARS = 8
-"""A shorter value would hide words that have nothing to do with it."""
 
 _NONE: Mapping[str, str | int] = MappingProxyType({})
 _context: ContextVar[Mapping[str, str | int]] = ContextVar("log_context", default=_NONE)
@@ -76,7 +65,7 @@ def configure_logs(level: str | int | None = None, *, stream: TextIO | None = No
         level: The least level; by default that of `RESHARD_LOG_LEVEL`, or INFO.
         stream: Another stream.
     """
-    handler = _Handler(stream or sys.stderr, secrets_of(os.environ))
+    handler = _Handler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if as_json() else TextLines(_TEXT))
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -140,38 +129,8 @@ class TextLines(logging.Formatter):
 class _Handler(logging.StreamHandler[TextIO]):
     """Writes lines without the secrets of this process: no code logs them, and libraries may."""
 
-    def __init__(self, stream: TextIO, secrets: Iterable[str]) -> None:
-        super().__init__(stream)
-        forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}
-        self._secrets = sorted(forms, key=len, reverse=True)
-
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        for secret in self._secrets:
-            text = text.replace(secret, _HIDDEN)
-        return _SIGNED.sub(lambda found: f"{found[1] or found[2]}{_HIDDEN}", text)
-
-
-def secrets_of(env: Mapping[str, str]) -> set[str]:
-    """The secrets in the environment of a process, in its URLs, and in the file of profiles."""
-    found = {value for name, value in env.items() if _SECRET_NAME.search(name)}
-    for name, value in env.items():
-        if name.endswith(("_URL", "_ENDPOINT")):
-            found.update(_PASSWORD_IN_URL.findall(value))
-        if name.startswith("OTEL_") and name.endswith("_HEADERS"):
-            # `api-key=...,authorization=Bearer%20...`
-            found.update(unquote(pair.partition("=")[2]).strip() for pair in value.split(","))
-    with suppress(OSError, ValueError, TypeError):
-        _add_secrets(tomllib.loads(Path(env.get("RESHARD_PROFILES", "")).read_text(encoding="utf-8")), found)
-    return {value for value in found if len(value) >= _LEAST_SECRET_CHARS}
-
-
-def _add_secrets(table: Mapping[str, Any], found: set[str]) -> None:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            _add_secrets(cast("dict[str, Any]", value), found)
-        elif isinstance(value, str) and _SECRET_NAME.search(name):
-            found.add(value)
+        return without_secrets(super().format(record))
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -19,7 +22,11 @@ from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from house.waiting import PATIENCE_S
 from reshard.choices import JobState
-from reshard_jobs.logs import JsonLines, configure_logs, log_as, log_context, secrets_of
+from reshard.cli.main import run
+from reshard.errors import secrets_of
+from reshard_jobs.logs import JsonLines, configure_logs, log_as, log_context
+from servers.answering import Handler, answering
+from servers.process import free_port
 from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 from servers.stack import Stack, client_of
 
@@ -201,3 +208,84 @@ def test_a_record_that_cannot_be_formatted_ends_nothing(restored: None) -> None:
     del restored
     record = logging.LogRecord("x", logging.INFO, "", 0, "%s %s", ("one", "two"), None)
     assert json.loads(JsonLines().format(record))["message"] == "one two"
+
+
+# What a service shows and stores while its stores fail: none of its operator's secrets.
+
+CANARIES = {
+    "password": "canary/p4ss+w0rd",
+    "apikey": "canary-ap1-key",
+    "secret": "canary/s3cret/access+key",
+    "session": "canary/sess10n+token",
+    "sas": "canary/s1g+nature=",
+    "hub": "hf_canary0t0ken",
+    "nameless": "canary-of-a-name",
+}
+
+
+class Echoing(Handler):
+    """A store that refuses every request, and quotes it in its reply."""
+
+    def do_GET(self) -> None:  # noqa: N802 - the name that the base class calls
+        seen = escape(f"{self.requestline} {dict(self.headers)}").encode()
+        body = b"<?xml version='1.0'?><Error><Code>OddRequest</Code><Message>" + seen + b"</Message></Error>"
+        told = {"Content_Type": "application/xml", "x_ms_error_code": "OddRequest"}
+        self.answer(400, body, X_Error_Message=seen.decode()[:4000], **told)
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815 - as above
+
+
+def test_a_service_whose_stores_fail_shows_and_stores_none_of_its_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = {name: quote(value, safe="") for name, value in CANARIES.items()}
+    away = f"ops:{hidden['password']}@127.0.0.1:{free_port()}"
+    (tmp_path / "secrets").mkdir()
+    profiles = tmp_path / "secrets" / "profiles.toml"
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    stack = Stack(kept, f"sqlite:///{kept}/jobs.db", scripted=False)
+    with answering(Echoing) as echo, ExitStack() as exits:
+        key = f'access_key_id = "AKID"\nsecret_access_key = "{CANARIES["secret"]}"\nregion = "us-east-1"\n'
+        query = f"apikey={hidden['apikey']}&k={hidden['nameless']}"
+        profiles.write_text(
+            f'[profiles.away]\n{key}endpoint_url = "http://{away}/x?{query}"\n'
+            f'[profiles.echo]\n{key}session_token = "{CANARIES["session"]}"\nendpoint_url = "{echo}"\n'
+            f'[profiles.sas]\nendpoint_url = "{echo}/acct"\nsas_token = "sv=2025-01-05&sp=r&sig={hidden["sas"]}"\n'
+            f'[profiles.sas_away]\nendpoint_url = "http://127.0.0.1:{free_port()}/acct"\n'
+            f'sas_token = "sv=2025-01-05&sp=r&sig={hidden["sas"]}"\n'
+        )
+        profiles.chmod(0o600)
+        stack.extra = {"RESHARD_PROFILES": str(profiles), "HF_ENDPOINT": echo, "HF_TOKEN": CANARIES["hub"]}
+        stack.extra |= {"HF_HUB_OFFLINE": "0", "AWS_MAX_ATTEMPTS": "1", "RESHARD_LEASE_S": "60"}
+        url = exits.enter_context(stack.api())
+        exits.enter_context(stack.worker())
+        monkeypatch.setenv("RESHARD_URL", url)
+        shown: list[str] = []
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as http, client_of(url) as client:
+            for place, profile in (
+                *(("s3://bucket/run", "away"), ("s3://bucket/run", "echo"), ("az://bucket/run", "sas")),
+                *(("az://bucket/run", "sas_away"), ("hf://org/name", None), ("gs://bucket/run", "away")),
+            ):
+                source = {"url": place, "profile": profile}
+                shown.append(http.post("/v1/inspections", json=source).text)
+                shown.append(http.post("/v1/layouts", json={"source": source, "to": "zero"}).text)
+                body = {"source": source, "target": f"{tmp_path}/{profile}", "to": "universal", "max_attempts": 1}
+                answer = http.post("/v1/jobs", json=body)
+                shown.append(answer.text)
+                if answer.is_success:
+                    job = answer.json()["id"]
+                    assert client.wait(job, timeout_s=PATIENCE_S).state is JobState.FAILED
+                    paths = (f"/v1/jobs/{job}", f"/v1/jobs/{job}/result", f"/v1/jobs/{job}/events", f"/jobs/{job}")
+                    shown += [http.get(path).text for path in paths]
+                    run(["jobs", "show", job])
+                    run(["jobs", "result", job])
+            shown += [http.get(path).text for path in ("/", "/v1/jobs", "/v1/workers", "/metrics")]
+    shown.append("".join(capsys.readouterr()))
+    stored = {path.name: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    assert "jobs.db" in stored
+    everything = "\n".join([*shown, *(data.decode(errors="replace") for data in stored.values())])
+    assert re.findall(".{200}canary.{20}", everything, re.IGNORECASE | re.DOTALL) == []
+    # The requests did fail as the secrets would have shown it.
+    assert "OddRequest" in everything
+    assert "Connect" in everything

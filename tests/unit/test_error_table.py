@@ -157,3 +157,63 @@ def test_codes(door: Callable[[str], AbstractContextManager[None]], number: int,
         raise OSError(number, os.strerror(number))
     assert caught.value.code == code
     assert "/mnt/run" in str(caught.value)
+
+
+# Secrets: whatever a client of a store or the store itself quotes, errors do not show the operator's credentials.
+
+_PLANTED = "Canary/pl4nted+S3cret=="
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Max retries exceeded with url: /c?comp=list&sv=2025-01-05&sig=Canary%2Fpl4nted%2BS3cret%3D%3D",
+        "Could not connect to the endpoint URL: http://ops:Canary%2fpl4nted%2bS3cret%3d%3d@h:1/bucket?list-type=2",
+        'Could not connect to the endpoint URL: "https://h/bucket?apikey=Canary"',
+        'the request was: {"X-Amz-Security-Token": "Canary", "x": 1} X-Amz-Security-Token: Canary',
+        "you sent Authorization: Bearer hf_Canary0123 and Authorization: Basic b3BzOkNhbmFyeQ==",
+        f"echo {_PLANTED} and {_PLANTED!r}",
+        "x" * 240 + f" {_PLANTED}",
+        "ftp://u:Can@ary@host/x and redis://:Canary@host",
+    ],
+)
+def test_no_error_shows_a_secret_that_a_client_quotes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", _PLANTED)
+    for said in (text, printable(text)):
+        error = StorageError("storage.unavailable", said, fix=f"see {text}", details={"seen": [{"text": text}]})
+        shown = repr((error, error.to_problem(), pickle.loads(pickle.dumps(error)).to_problem()))
+        assert "anary" not in shown
+        assert "[hidden]" in shown
+        assert "b3BzOkNhbmFyeQ" not in shown
+
+
+def test_secrets_of_a_profile_are_hidden_in_every_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles = tmp_path / "profiles.toml"
+    monkeypatch.setenv("RESHARD_PROFILES", str(profiles))
+    profiles.write_text(
+        '[profiles.a]\nendpoint_url = "http://ops:P4ssw%2Ford-canary@h:1?k=Qu3ry-canary"\n'
+        'secret_access_key = "K3y-canary"\n'
+        '[profiles.b]\nsas_token = "sv=2025&sig=S1g%2Fcanary%3D"\n'
+        '[profiles.c]\nconnection_string = "BlobEndpoint=http://h:1/acct;AccountKey=Acc0unt/canary=="\n'
+    )
+    seen = (
+        "P4ssw%2Ford-canary", "P4ssw/ord-canary", "Qu3ry-canary", "K3y-canary", "S1g%2Fcanary%3D", "S1g/canary=",
+        "S1g%2fcanary%3d", "Acc0unt/canary==", "Acc0unt%2Fcanary%3D%3D",
+    )  # fmt: skip
+    for text in seen:
+        assert "canary" not in str(StorageError("storage.denied", f"the store sent <{text}>")), text
+    assert "http://h:1/acct" in str(StorageError("storage.denied", "http://h:1/acct cannot be reached"))
+    # The operator replaces a key: the new one is hidden at once.
+    profiles.write_text('[profiles.a]\nsecret_access_key = "N3w-and-longer-canary"\n')
+    assert "canary" not in str(StorageError("storage.denied", "N3w-and-longer-canary"))
+
+
+def test_hiding_secrets_leaves_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESHARD_SIGNING_KEY", "/keys/signing-key.pem")
+    for text in (
+        "basic authentication is off",
+        "/keys/signing-key.pem is not a key",
+        "write hf://ORG/NAME@REVISION, az://container/path or hdfs://host:9000/x@y",
+        "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
+    ):
+        assert StorageError("storage.denied", text).message == text

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from house.expected import raised
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import RequestError, format_size
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.option import parse_size
 from reshard.options import Options, PeftOptions, SourceSpec
+from reshard_engine.storage.urls import canonical_url
 from reshard_jobs.limits import SERVICE, Roots, TenantLimits, normalized_url
 from reshard_jobs.queue.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state_of
 from reshard_jobs.settings import JobSettings
@@ -214,3 +216,23 @@ def test_sizes() -> None:
         "5 GiB",
         "3.07e+03 TiB",
     ]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://ops:P4SS@host/x",
+        "ftp://ops:P4%40SS@host/x",
+        "ftp://ops:P4@SS@host/x",
+        "github://ops:P4SS@ref/x",
+        "hdfs://ops:P4SS@host:9000/x",
+        "sftp://ops:P4SS@host/x",
+        "s3://ops:P4SS@bucket/x",
+        "az://ops:P4SS@container/x",
+    ],
+)
+def test_urls_with_a_password_are_rejected_without_showing_it(url: str) -> None:
+    error = raised(RequestError, canonical_url, url)
+    assert error.code == "request.invalid"
+    assert "SS" not in str(error), error
+    assert error.fix.startswith(f"write {url.partition('://')[0]}://")

@@ -14,8 +14,8 @@ import pytest
 
 from house.measured import say
 from house.repository import ROOT
+from reshard.errors import secrets_of
 from reshard_engine.spans import begin_span as begin_engine_span
-from reshard_jobs.logs import secrets_of
 from reshard_jobs.tracing import OFF, _Process, _Seldom, begin_span, current, wanted
 from reshard_worker.protocol import SpanBegan, SpanEnded, parse_message
 from reshard_worker.runner import RunnerSpans

@@ -22,7 +22,15 @@ from importlib.metadata import version
 from typing import BinaryIO, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session, hf_hub_url
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_session,
+    get_token,
+    hf_hub_url,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -42,7 +50,7 @@ from huggingface_hub.utils import (
 )
 from huggingface_hub.utils.sha import git_hash
 
-from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
+from reshard.errors import RequestError, ReshardError, SourceError, StorageError, conceal, printable
 from reshard_engine.storage.protocol import Listing, ObjectInfo, changed, join, refuse_unclear_path
 
 ResultT = TypeVar("ResultT")
@@ -211,6 +219,8 @@ class HubStore:
     def __init__(self) -> None:
         """Nothing is sent until the first call."""
         self._api = HfApi(library_name="reshard", library_version=version("reshard"))
+        # The library may read it from a file of its user, which is not part of the environment.
+        conceal(get_token())
         self._lock = threading.Lock()
         self._commits: dict[tuple[str, str], str] = {}
         self._trees: dict[tuple[str, str], dict[str, ObjectInfo]] = {}

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from reshard.errors import RequestError, printable
+from reshard.errors import PROFILES_VARIABLE, RequestError, printable
 
-PROFILES_VARIABLE = "RESHARD_PROFILES"
 _PROFILES = TypeAdapter(dict[str, dict[str, str]])
 _Profile = TypeVar("_Profile")
 

@@ -67,12 +67,15 @@ def canonical_url(url: str) -> str:
         # A parser that reads queries, fragments or fsspec's chains in another way would open another location.
         raise RequestError("request.invalid", f"{printable(url)} is not a plain URL", fix="write s3://bucket/path")
     bucket, _, key = (_HUB_NAMES.sub("hub", rest, count=1) if scheme_of(url) == "hf" else rest).partition("/")
-    _, at, account = bucket.partition("@")
-    if at and scheme_of(url) in _LITERAL:
+    user, at, host = bucket.rpartition("@")
+    if at:
+        # `container@account` of Azure, and `user:password@host` elsewhere: the latter would reach records and logs.
+        place = rest.removeprefix(user + at) if ":" in user else rest.replace(at + host, "", 1)
         raise RequestError(
             "request.invalid",
-            f"{printable(url)} names an account, which only the environment or a storage profile says",
-            fix=f"write {scheme_of(url)}://{printable(rest.replace(at + account, '', 1))}",
+            f"{scheme_of(url)}://{printable(place)}: the URL names an account or a user, which only the environment or "
+            "a storage profile specifies",
+            fix=f"write {scheme_of(url)}://{printable(place)}",
         )
     if "%" in bucket or (scheme_of(url) not in _LITERAL and _PERCENT.search(key)):
         raise RequestError(
