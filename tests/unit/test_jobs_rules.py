@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from fsspec.registry import known_implementations, registry
 
 from house.expected import raised
 from reshard.choices import JobState, TargetFormat
@@ -12,6 +14,7 @@ from reshard.errors import RequestError, format_size
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.option import parse_size
 from reshard.options import Options, PeftOptions, SourceSpec
+from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.urls import canonical_url
 from reshard_jobs.limits import SERVICE, Roots, TenantLimits, normalized_url
 from reshard_jobs.queue.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state_of
@@ -236,3 +239,18 @@ def test_urls_with_a_password_are_rejected_without_showing_it(url: str) -> None:
     assert error.code == "request.invalid"
     assert "SS" not in str(error), error
     assert error.fix.startswith(f"write {url.partition('://')[0]}://")
+
+
+@pytest.mark.parametrize("scheme", sorted({*known_implementations, *registry}))
+def test_every_scheme_of_fsspec_has_a_store_or_a_typed_error(scheme: str) -> None:
+    # Any other exception ends a job with `internal.error`.
+    with suppress(RequestError):
+        assert open_location(f"{scheme}://org/name/x").store.scheme
+
+
+@pytest.mark.parametrize("scheme", ["ftp", "github", "dbfs", "jupyter", "webhdfs"])
+def test_a_scheme_whose_file_system_needs_arguments_names_them(scheme: str) -> None:
+    error = raised(RequestError, open_location, f"{scheme}://host/x")
+    assert error.code == "request.unknown_scheme"
+    assert "which reshard cannot pass" in error.message
+    assert error.fix.startswith("copy the checkpoint")

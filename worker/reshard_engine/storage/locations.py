@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any
 
-from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
+from reshard.errors import RequestError, ReshardError, SourceError, StorageError, listed, printable
 from reshard.local import install_line
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.protocol import Listing, ObjectInfo, ServiceStore, Store, changed, join, refuse_unclear_path
@@ -29,7 +30,10 @@ _HUB = {"hf": ("reshard_engine.storage.hub", "HubStore", "hub")}
 """As `WRITABLE`, for the hub: it takes whole commits, so no sink writes into it."""
 WRITABLE_URLS = ", ".join(["a local path", *(f"{scheme}://bucket/path" for scheme in WRITABLE)])
 """Kinds of places that a user may name instead of a URL that can only be read."""
-_NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
+_NOT_STORAGE = (
+    *("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar"),
+    *("asyncwrapper", "dir", "generic", "reshard"),
+)
 """fsspec file systems that cannot list directories, or that wrap another one."""
 _SERVED: ContextVar[Mapping[str, Store]] = ContextVar("served", default=MappingProxyType({}))
 
@@ -116,10 +120,30 @@ def _generic(scheme: str) -> Store:
     if scheme in _NOT_STORAGE:
         raise _unserved(scheme, "it cannot list directories")
     try:
-        filesystem: Any = fsspec.filesystem(scheme)  # pyright: ignore[reportUnknownMemberType]
+        kind: Any = fsspec.get_filesystem_class(scheme)  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, ImportError) as error:
         raise _unserved(scheme, str(error)) from None
+    if missing := _unset_arguments(kind):
+        # Such as the host and the password of FTP: a URL must not contain them (`canonical_url`).
+        raise RequestError(
+            "request.unknown_scheme",
+            f"{scheme}:// cannot be read: fsspec's {kind.__name__} needs {listed(missing)}, which reshard cannot pass",
+            fix=f"copy the checkpoint to a local directory or a bucket, and name that: {WRITABLE_URLS}",
+        )
+    try:
+        filesystem: Any = fsspec.filesystem(scheme)  # pyright: ignore[reportUnknownMemberType]
+    except (OSError, ValueError, ImportError, TypeError, AttributeError, LookupError, RuntimeError) as error:
+        # A constructor of another package that lacks its configuration fails in whichever way its code does first.
+        raise _unserved(scheme, str(error)) from None
     return FsspecStore(filesystem, scheme)
+
+
+def _unset_arguments(kind: Any) -> list[str]:
+    """The arguments without which a file system cannot be made."""
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.POSITIONAL_ONLY, Parameter.KEYWORD_ONLY)
+    # The signature of the class is that of fsspec's metaclass, which takes anything.
+    own = [*signature(kind.__init__).parameters.values()][1:]
+    return [a.name for a in own if a.kind in named and a.default is Parameter.empty]
 
 
 def _unserved(scheme: str, reason: str) -> RequestError:
