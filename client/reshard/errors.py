@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import re
+import threading
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,9 @@ CODES: Mapping[str, CodeEntry] = {
     "job.not_finished": CodeEntry(409, ExitCode.CONFLICT, "The job has no result yet."),
     "job.finished": CodeEntry(409, ExitCode.CONFLICT, "The job has ended already."),
     "job.wait_timeout": CodeEntry(504, ExitCode.WAIT_TIMEOUT, "The job did not end in time."),
+    "job.host_exhausted": CodeEntry(
+        503, ExitCode.RETRYABLE, "The host allows no more threads, processes or open files.", True
+    ),
     "job.peer_failed": CodeEntry(503, ExitCode.FAILED, "Another process of the training run failed, or is gone."),
     "service.unavailable": CodeEntry(503, ExitCode.RETRYABLE, "The service cannot be reached.", True),
     "service.busy": CodeEntry(503, ExitCode.RETRYABLE, "All engine processes of the service are in use.", True),
@@ -558,6 +562,32 @@ def from_problem(problem: Mapping[str, Any]) -> ReshardError:
 
 
 # Codes of the operating system's errors: one table for what the client and the engine write and read.
+
+_EXHAUSTED = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""The system's errors for processes, memory and descriptors that its limits do not allow."""
+
+
+def exhaustion_of(error: BaseException) -> ReshardError | None:
+    """The typed error for an exception that a limit of the host has caused; None for any other exception.
+
+    Python raises a bare `RuntimeError` for a thread that the system does not start (CPython 3.11 to 3.13,
+    `Modules/_threadmodule.c`), so the place where it was raised identifies it: `threading.Thread.start`.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    of_thread = isinstance(error, RuntimeError) and trace is not None
+    if of_thread and trace is not None and trace.tb_frame.f_code is threading.Thread.start.__code__:
+        reason = "another thread"
+    elif isinstance(error, OSError) and error.errno in _EXHAUSTED:
+        reason = f"it ({error.strerror})"
+    else:
+        return None
+    return JobError(
+        "job.host_exhausted",
+        f"a limit of this host on processes, address space or open files does not allow {reason}",
+        fix="raise it (ulimit -u, -v and -n, or pids.max of the container), or take fewer threads: --threads 2",
+    )
 
 
 def storage_code(error: OSError) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Generator
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from house.database_time import let_pass
 from house.requests import asked
@@ -25,9 +28,13 @@ from reshard_engine.warm_process import engine_memory_bytes
 from reshard_jobs.database import Database
 from reshard_jobs.limits import Roots
 from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.nodes import Nodes
+from reshard_jobs.queue.refusals import streak
 from reshard_jobs.queue.store import JobStore
 from reshard_jobs.settings import JobSettings
+from reshard_jobs.tables import RefusalRow
 from reshard_worker import supervisor as supervisor_module
+from reshard_worker.host_faults import HostWatch
 from reshard_worker.protocol import Command, Result, parse_message
 from reshard_worker.settings import WorkerSettings, engine_command
 from reshard_worker.supervisor import Outcome, Supervisor
@@ -267,3 +274,45 @@ def test_a_result_with_names_that_are_no_text_crosses_the_pipe() -> None:
 
 def replace_files(result: ConvertResult) -> ConvertResult:
     return result.model_copy(update={"files": ()})
+
+
+NO_THREADS = """
+import threading
+from reshard_worker import runner
+# A stack larger than the address space: the system refuses every thread, as it does at a limit on processes.
+threading.stack_size(1 << 47)
+raise SystemExit(runner.main())
+"""
+
+
+def test_a_host_without_threads_passes_its_job_on(place: Workplace) -> None:
+    shutil.copytree(DATA, place.directory / "in")
+    job = place.create(f"{place.directory}/in", f"{place.directory}/out", threads=2)
+    nodes = Nodes(place.database, lease_s=30)
+    exhausted = WorkerSettings(runner_command=(sys.executable, "-c", NO_THREADS))
+    for name in ("bad", "good"):
+        nodes.seen(name)
+    host = HostWatch(nodes, "bad", pause_s=10)
+    assert Supervisor(place.leases, exhausted, name="bad", host=host).run_next() is Outcome.HANDED_OVER
+    waiting = place.store.get(job.id)
+    assert waiting.state is JobState.QUEUED
+    with place.database.read() as session:
+        assert session.scalars(select(RefusalRow.code)).all() == ["job.host_exhausted"]
+        assert streak(session, "bad") == 1, "the worker is marked"
+    assert Supervisor(place.leases, WorkerSettings(), name="bad").run_next() is None, "it does not try the job again"
+    ended = place.store.get(job.id) if Supervisor(place.leases, WorkerSettings(), name="good").run_next() else waiting
+    assert ended.state is JobState.SUCCEEDED, ended.error
+
+
+def test_a_host_on_which_no_engine_starts_passes_its_job_on(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.create("/in", "/out")
+    nodes = Nodes(place.database, lease_s=30)
+    for name in ("bad", "good"):
+        nodes.seen(name)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    host = HostWatch(nodes, "bad", pause_s=10)
+    assert Supervisor(place.leases, SCRIPTED, name="bad", host=host).run_next() is Outcome.HANDED_OVER

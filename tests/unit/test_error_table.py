@@ -6,7 +6,9 @@ import errno
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from traceback import format_exception
@@ -29,6 +31,7 @@ from reshard.errors import (
     SourceError,
     StorageError,
     class_of,
+    exhaustion_of,
     from_problem,
     printable,
 )
@@ -217,3 +220,19 @@ def test_hiding_secrets_leaves_other_words(monkeypatch: pytest.MonkeyPatch) -> N
         "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
     ):
         assert StorageError("storage.denied", text).message == text
+
+
+def test_a_thread_that_the_system_refuses_is_the_hosts_fault() -> None:
+    before = threading.stack_size(1 << 47)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            error = raised(RuntimeError, pool.submit, print)
+    finally:
+        threading.stack_size(before)
+    found = exhaustion_of(error)
+    assert found is not None
+    assert found.code == "job.host_exhausted"
+    assert found.retryable
+    assert exhaustion_of(OSError(errno.EMFILE, "Too many open files")) is not None
+    assert exhaustion_of(raised(RuntimeError, threading.Thread().join)) is None
+    assert exhaustion_of(OSError(errno.ENOENT, "No such file")) is None

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 
+from reshard.errors import JobError, exhaustion_of
 from reshard.models.jobs import ConvertResult, WorkShare
 from reshard_jobs.logs import log_context
 from reshard_jobs.queue.helpers import HelperClaim
@@ -127,14 +128,8 @@ class RunnerProcess:
 
     def __init__(self, argv: Sequence[str], *, stays: bool = False) -> None:
         environment = {name: value for name, value in os.environ.items() if name != STAYS_VARIABLE}
-        # The runner inherits the worker's stderr, so that tracebacks and logs reach the operator.
-        self._process = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env={**environment, STAYS_VARIABLE: "1"} if stays else environment,
-        )
+        environment = {**environment, STAYS_VARIABLE: "1"} if stays else environment
+        self._process = _started(argv, environment)
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._ended = False
         self._context = copy_context()
@@ -144,7 +139,11 @@ class RunnerProcess:
         """True if the runner has sent a message about its command."""
         self.peak_memory_bytes = 0
         """The most memory that the process of the last command took; 0 if it is not known."""
-        threading.Thread(target=self._read, name="runner-messages", daemon=True).start()
+        try:
+            threading.Thread(target=self._read, name="runner-messages", daemon=True).start()
+        except RuntimeError as error:
+            self.kill()
+            raise _refused(error) from error
 
     def give(self, command: Command) -> None:
         """Let a new or idle runner do this work."""
@@ -252,6 +251,25 @@ class RunnerProcess:
         self._messages.put(None)
 
 
+def _started(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A new runner. It inherits the worker's stderr, so that tracebacks and logs reach the operator.
+
+    Raises:
+        JobError: `job.host_exhausted`.
+    """
+    try:
+        return subprocess.Popen(
+            list(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment
+        )
+    except OSError as error:
+        raise _refused(error) from error
+
+
+def _refused(error: OSError | RuntimeError) -> Exception:
+    """The typed error for what the host refuses; other errors, such as a missing program, stay bugs of the service."""
+    return exhaustion_of(error) or error
+
+
 class Runners:
     """The runner processes of one supervisor, one command at a time.
 
@@ -268,11 +286,19 @@ class Runners:
     def prepare(self) -> None:
         """Start the runner of the next command ahead, if runners are kept."""
         if self._warm and self._kept is None:
-            self._kept = RunnerProcess(self._argv, stays=True)
+            try:
+                self._kept = RunnerProcess(self._argv, stays=True)
+            except JobError as error:
+                # The next command starts its own, or fails with this error.
+                logger.warning("no engine process could be started ahead: %s", error)
 
     @contextmanager
     def run(self, command: Command) -> Generator[RunnerProcess]:
-        """Give a command to a runner. What does not answer within the block is killed at its end."""
+        """Give a command to a runner. What does not answer within the block is killed at its end.
+
+        Raises:
+            JobError: `job.host_exhausted`: no runner can be started.
+        """
         child = self._waiting() or RunnerProcess(self._argv, stays=self._warm)
         try:
             child.give(command.model_copy(update={"log": log_context(), "traced": current().recording}))

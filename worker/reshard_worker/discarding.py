@@ -32,15 +32,19 @@ def run_discard(
 ) -> tuple[bool, ReshardError | None]:
     """Run the engine of a discard; returns whether the claim is still held, and the problem, if there was one."""
     deadline = time.monotonic() + limit_s
-    with runners.run(command) as child:
-        while not child.ended and time.monotonic() < deadline:
-            message = child.next_message(_TICK_S)
-            if isinstance(message, Result):
-                return True, None
-            if isinstance(message, Failure):
-                return True, from_problem(message.problem.model_dump())
-            if not held():
-                return False, None
+    try:
+        with runners.run(command) as child:
+            while not child.ended and time.monotonic() < deadline:
+                message = child.next_message(_TICK_S)
+                if isinstance(message, Result):
+                    return True, None
+                if isinstance(message, Failure):
+                    return True, from_problem(message.problem.model_dump())
+                if not held():
+                    return False, None
+    except JobError as error:
+        # No engine was started.
+        return True, error
     return True, JobError(
         "job.lost", "the clean-up of the job did not end", fix="on a host that can write there: reshard clean DST"
     )

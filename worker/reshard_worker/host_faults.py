@@ -1,4 +1,4 @@
-"""Failures that may be the host's fault: wrong credentials, a wrong clock, a missing module, a full disk.
+"""Failures that may be the host's fault: wrong credentials, a wrong clock, a missing module, a full disk, no threads.
 
 Another worker tries such a job. A worker on which several jobs in a row fail in such a way doubts its own host.
 """
@@ -30,6 +30,8 @@ _CODES = frozenset(
         "request.engine_missing",
         "request.bad_format",
         "request.unknown_profile",
+        # Too many threads, processes or open files on this host.
+        "job.host_exhausted",
     }
 )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import BinaryIO, Literal
 
-from reshard.errors import JobError, RequestError, ReshardError, SourceError, printable
+from reshard.errors import JobError, RequestError, ReshardError, SourceError, exhaustion_of, printable
 from reshard.local import Engine, install_line, load_engine
 from reshard.models.jobs import Problem, Progress
 from reshard_engine.spans import EndSpan, listen
@@ -247,11 +247,12 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
             f"the engine of this worker needs {printable(error.name or error.msg)!r}, which is not installed",
             fix=f"on the worker's host: {install_line('worker')}",
         )
-    except Exception:
+    except Exception as error:
         # The worker's log gets the traceback. The job's record does not, because users of the API read it.
         logger.exception("unexpected error in the engine")
         fix = "look for a traceback in the worker's log and report it"
-        problem = JobError("internal.error", "the engine met an unexpected error", fix=fix)
+        bug = JobError("internal.error", "the engine met an unexpected error", fix=fix)
+        problem = exhaustion_of(error) or bug
     return Failure(problem=Problem.model_validate(problem.to_problem()))
 
 

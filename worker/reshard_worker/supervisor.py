@@ -444,7 +444,11 @@ class Supervisor:
         except ReshardError as error:
             return self._failed(claim, watch, error)
         while True:
-            end = self._run(command, claim, watch)
+            try:
+                end = self._run(command, claim, watch)
+            except JobError as error:
+                # No engine was started.
+                return self._failed(claim, watch, error)
             if end is None and watch.in_doubt and watch.regain().held and not watch.pulse.cancel_requested:
                 # Nobody else owned the job meanwhile. The journal keeps the work that the stopped engine finished.
                 logger.info("job %s: attempt %d goes on, the database is back", claim.job_id, claim.attempt)

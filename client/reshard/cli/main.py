@@ -16,7 +16,7 @@ import typer
 from reshard.cli import admin, drop_in, ensuring, local, remote, steps
 from reshard.cli.help_pages import Commands, complain
 from reshard.cli.job_tables import DetachedError
-from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, printable
+from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, exhaustion_of, printable
 
 app = Commands(
     name="reshard",
@@ -151,6 +151,8 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost net: a bug too must end as an error that scripts can read
         if os.environ.get("RESHARD_TRACEBACK") == "1":
             traceback.print_exc()
+        if (exhausted := exhaustion_of(error)) is not None:
+            return report(exhausted, as_json=as_json)
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         fix = "run it again with RESHARD_TRACEBACK=1 and report the output"
         return report(JobError("internal.error", printable(what), fix=fix), as_json=as_json)

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DataError, DBAPIError, TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 
-from reshard.errors import JobError, RequestError, ReshardError, printable
+from reshard.errors import JobError, RequestError, ReshardError, exhaustion_of, printable
 from reshard.wire_model import said_of
 from reshard_jobs.database import is_away
 
@@ -86,6 +86,8 @@ def install_handlers(
 
     def on_bug(_request: Request, error: Exception) -> JSONResponse:
         logger.error("unexpected error", exc_info=error)
+        if (exhausted := exhaustion_of(error)) is not None:
+            return problem_response(exhausted)
         return problem_response(JobError("internal.error", "an unexpected error; the service's log has the details"))
 
     app.add_exception_handler(ReshardError, on_reshard)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from reshard.errors import JobError, ReshardError, SourceError, as_text, printable
+from reshard.errors import JobError, ReshardError, SourceError, as_text, exhaustion_of, printable
 from reshard.local import VirtualCheckpoint, load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
@@ -72,6 +72,10 @@ def main() -> int:
         answer: dict[str, Any] = {"result": look(asked["op"], asked["body"])}
     except ReshardError as error:
         answer = {"problem": error.to_problem()}
+    except (RuntimeError, OSError) as error:
+        if (exhausted := exhaustion_of(error)) is None:
+            raise
+        answer = {"problem": exhausted.to_problem()}
     except MemoryError:
         resource.setrlimit(resource.RLIMIT_AS, (whole_bytes, whole_bytes))
         answer = {
@@ -147,10 +151,11 @@ def _outcome(call: Callable[[], object]) -> tuple[dict[str, Any], bool]:
             "serving the layout needs more memory than its engine process may take",
             fix="ask the operator for more of RESHARD_ENGINE_MEMORY, or convert the checkpoint",
         )
-    except Exception:
+    except Exception as error:
         # The log gets the traceback; the answer does not.
         logger.exception("unexpected error in the engine of a layout")
-        problem = JobError("internal.error", "the engine met an unexpected error; the service's log has the details")
+        bug = JobError("internal.error", "the engine met an unexpected error; the service's log has the details")
+        problem = exhaustion_of(error) or bug
     return {"problem": problem.to_problem()}, False
 
 

@@ -11,7 +11,7 @@ import httpcore
 import httpx
 from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 
-from reshard.errors import printable
+from reshard.errors import exhaustion_of, printable
 from reshard_jobs.database import PeriodicThread
 from reshard_jobs.webhooks import Deliveries, DeliveryClaim, Outcome
 from reshard_service.settings import ServiceSettings
@@ -140,7 +140,14 @@ class WebhookDeliverer:
                 # Threads of a pool would hold up the end of the process.
                 thread = threading.Thread(target=self._send, args=(claim,), name="webhook", daemon=True)
                 self._sending.add(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    # The delivery is sent when its lease has ended.
+                    self._sending.discard(thread)
+                    self._free.release()
+                    logger.warning("delivery %s waits: %s", claim.id, exhaustion_of(error) or error)
+                    return
         except (DBAPIError, PoolTimeout) as error:
             logger.warning("the outbox of webhooks cannot be read: %s", error)
 
