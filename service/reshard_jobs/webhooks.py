@@ -6,12 +6,12 @@ import base64
 import json
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Subquery, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from reshard.choices import JobState
@@ -223,6 +223,7 @@ class DeliveryClaim:
     secrets: tuple[str, ...]
     """The sealed secrets that sign it, the newest first."""
     tries: int
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +252,24 @@ class Deliveries:
         self._database = database
         self._lease_s = lease_s
 
-    def claim_next(self) -> DeliveryClaim | None:
-        """Claim the delivery that has been due for longest; None if none is due.
+    def claim_next(self, *, without: Collection[str] = ()) -> DeliveryClaim | None:
+        """Claim a due delivery; None if none is due.
 
+        The tenant with the fewest deliveries on their way comes first, so that slow endpoints of one tenant do not
+        delay those of another; among such tenants, the delivery that has been due for longest.
         An endpoint gets one delivery at a time, so that one that hangs keeps one sender at most.
+
+        Args:
+            without: Tenants that get no further sender now.
         """
-        query = select(DeliveryRow.id).where(*_due()).order_by(DeliveryRow.next_at, DeliveryRow.id)
+        on_way = _on_way_by_tenant()
+        query = (
+            select(DeliveryRow.id)
+            .join(WebhookRow, WebhookRow.id == DeliveryRow.webhook_id)
+            .outerjoin(on_way, on_way.c.tenant == WebhookRow.tenant)
+            .where(*_due(), WebhookRow.tenant.not_in(without))
+            .order_by(func.coalesce(on_way.c.deliveries, 0), DeliveryRow.next_at, DeliveryRow.id)
+        )
         return claim_first(self._database, query, self._claim, most=_CANDIDATES)[0]
 
     def _claim(self, delivery_id: str) -> DeliveryClaim | None:
@@ -271,7 +284,7 @@ class Deliveries:
             signing = [hook.secret]
             if (hook.previous_until or 0.0) > now:
                 signing += (hook.previous_secret or "").split()
-            return DeliveryClaim(row.id, owner, hook.id, hook.url, row.payload, tuple(signing), row.tries)
+            return DeliveryClaim(row.id, owner, hook.id, hook.url, row.payload, tuple(signing), row.tries, hook.tenant)
 
     def record(self, claim: DeliveryClaim, outcome: Outcome) -> bool:
         """Record the end of a try. False if the lease was lost, and another one sends it."""
@@ -336,6 +349,18 @@ class Deliveries:
             session.execute(statement.execution_options(synchronize_session=False))
 
 
+def _on_way_by_tenant() -> Subquery:
+    """The number of deliveries that are being sent now, by tenant, whichever process sends them."""
+    sent, hook = aliased(DeliveryRow), aliased(WebhookRow)
+    return (
+        select(hook.tenant, func.count().label("deliveries"))
+        .join(sent, sent.webhook_id == hook.id)
+        .where(sent.state == _PENDING, is_held(sent))
+        .group_by(hook.tenant)
+        .subquery()
+    )
+
+
 def _due() -> tuple[ColumnElement[bool], ...]:
     other = aliased(DeliveryRow)
     sent_now = select(other.id).where(other.webhook_id == DeliveryRow.webhook_id, other.state == _PENDING)
@@ -346,8 +371,8 @@ def _due() -> tuple[ColumnElement[bool], ...]:
         DeliveryRow.next_at <= db_now(),
         # A claim that waited for another one sees the row anew, and what it selects from other rows as before.
         is_free(DeliveryRow),
-        enabled.exists(),
-        ~sent_now.exists(),
+        enabled.correlate(DeliveryRow).exists(),
+        ~sent_now.correlate(DeliveryRow).exists(),
     )
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cryptography import x509
@@ -239,6 +239,66 @@ def test_an_endpoint_gets_one_delivery_at_a_time(hooked: Hooked) -> None:
     assert sorted(states) == sorted([DeliveryState.DELIVERED, DeliveryState.PENDING, DeliveryState.PENDING])
 
 
+def _of_tenant(hooked: Hooked, tenant: str, endpoints: int) -> None:
+    """A tenant with so many endpoints and a delivery for each of them."""
+    hooks = Webhooks(hooked.database, tenant)
+    for number in range(endpoints):
+        hooks.create(
+            f"https://{tenant}{number}.example/",
+            events=("job.cancelled",),
+            description="",
+            secret=Sealer(()).seal(new_secret()),
+        )
+    store = JobStore(hooked.database, tenant)
+    request = ConvertRequest(source=SourceSpec(url="/in"), target=f"/{tenant}", to=TargetFormat.UNIVERSAL)
+    store.cancel(store.create(request).id)
+
+
+def test_the_tenant_with_the_fewest_deliveries_on_their_way_is_next(hooked: Hooked) -> None:
+    _of_tenant(hooked, "slow", 20)
+    assert {hooked.claim().tenant for _ in range(3)} == {"slow"}
+    _of_tenant(hooked, "quick", 2)
+    claims = [hooked.claim() for _ in range(4)]
+    assert [claim.tenant for claim in claims] == ["quick", "quick", "slow", "slow"]
+    # As soon as one has arrived, the next one of its tenant is before the older ones of the other.
+    assert hooked.outbox.record(claims[0], Outcome(204))
+    _of_tenant(hooked, "third", 1)
+    assert hooked.claim().tenant == "third"
+    assert hooked.outbox.claim_next(without=["slow"]) is None
+
+
+class Dripping:
+    """Sends the deliveries of one tenant as long as the test wants, and others at once."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Semaphore(0)
+        self.ended = threading.Event()
+
+    def send(self, claim: DeliveryClaim) -> Outcome:
+        if claim.tenant == "slow":
+            self.waiting.release()
+            assert self.ended.wait(PATIENCE_S)
+        return Outcome(204)
+
+
+def test_endpoints_of_a_tenant_that_drip_do_not_delay_those_of_another(hooked: Hooked) -> None:
+    _of_tenant(hooked, "slow", 20)
+    sender = Dripping()
+    deliverer = WebhookDeliverer(hooked.outbox, cast("WebhookSender", sender), keep_s=LONG)
+    deliverer.start()
+    try:
+        # The slow tenant has as many senders as it gets.
+        for _ in range(8):
+            assert sender.waiting.acquire(timeout=PATIENCE_S)
+        _of_tenant(hooked, "quick", 1)
+        (hook,) = Webhooks(hooked.database, "quick").list()
+        wait_until(lambda: [one.state for one in hooked.outbox.list(hook.id)] == [DeliveryState.DELIVERED])
+        assert not sender.ended.is_set()
+    finally:
+        sender.ended.set()
+        deliverer.stop()
+
+
 def test_a_delivery_is_tried_for_about_a_day_and_then_dead(hooked: Hooked) -> None:
     assert 20 * 3600 < sum(PAUSES_S) < 25 * 3600
     hook = hooked.hook()
@@ -359,7 +419,7 @@ def test_nothing_is_sent_where_the_operator_does_not_allow_it(local: Hooked, rec
     # An endpoint that refuses connections, and a name that does not exist.
     for url in ("http://127.0.0.1:1/", "http://nowhere.invalid/"):
         sent = WebhookSender(ALLOWED, Sealer(())).send(
-            DeliveryClaim("msg_1", "o", hook, url, "{}", claims[0].secrets, 0)
+            DeliveryClaim("msg_1", "o", hook, url, "{}", claims[0].secrets, 0, "default")
         )
         assert (sent.error or "").startswith("ConnectError")
 

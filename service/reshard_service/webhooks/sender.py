@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from importlib.metadata import version
 
 import httpcore
@@ -94,7 +95,9 @@ def _judged(response: httpcore.Response) -> Outcome:
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_AT_ONCE = 8
+_AT_ONCE = 16
+_OF_TENANT = _AT_ONCE // 2
+"""Deliveries of one tenant at once: however slow its endpoints are, the other half of the senders stays free."""
 _FORGET_S = 60.0
 _STOP_S = 3.0
 
@@ -114,6 +117,9 @@ class WebhookDeliverer:
         self._keep_s = keep_s
         self._free = threading.BoundedSemaphore(_AT_ONCE)
         self._sending: set[threading.Thread] = set()
+        self._tenants: Counter[str] = Counter()
+        """The deliveries on their way, by tenant."""
+        self._counting = threading.Lock()
         self._forget_at = 0.0
         self._thread = PeriodicThread(self._poll, interval_s=_POLL_S, name="webhooks")
 
@@ -140,11 +146,13 @@ class WebhookDeliverer:
                 # Threads of a pool would hold up the end of the process.
                 thread = threading.Thread(target=self._send, args=(claim,), name="webhook", daemon=True)
                 self._sending.add(thread)
+                self._count(claim, 1)
                 try:
                     thread.start()
                 except RuntimeError as error:
                     # The delivery is sent when its lease has ended.
                     self._sending.discard(thread)
+                    self._count(claim, -1)
                     self._free.release()
                     logger.warning("delivery %s waits: %s", claim.id, exhaustion_of(error) or error)
                     return
@@ -154,11 +162,19 @@ class WebhookDeliverer:
     def _claim(self) -> DeliveryClaim | None:
         claim = None
         try:
-            claim = self._deliveries.claim_next()
+            with self._counting:
+                full = [tenant for tenant, count in self._tenants.items() if count >= _OF_TENANT]
+            claim = self._deliveries.claim_next(without=full)
             return claim
         finally:
             if claim is None:
                 self._free.release()
+
+    def _count(self, claim: DeliveryClaim, by: int) -> None:
+        with self._counting:
+            self._tenants[claim.tenant] += by
+            if not self._tenants[claim.tenant]:
+                del self._tenants[claim.tenant]
 
     def _send(self, claim: DeliveryClaim) -> None:
         try:
@@ -169,5 +185,6 @@ class WebhookDeliverer:
         except (DBAPIError, PoolTimeout) as error:
             logger.warning("the end of delivery %s is not recorded, so it is sent again: %s", claim.id, error)
         finally:
+            self._count(claim, -1)
             self._free.release()
             self._sending.discard(threading.current_thread())
