@@ -191,7 +191,7 @@ _UNCHANGED = {"description": "The file is as `If-None-Match` knows it."}
 _OF_HEADS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The file.", "content": _BYTES},
     304: _UNCHANGED,
-    **problems(404, 410, 412),
+    **problems(403, 404, 410, 412),
 }
 _OF_FILES: dict[int | str, dict[str, Any]] = {
     **_OF_HEADS,
@@ -259,10 +259,7 @@ async def get_file(
         )
         refused.headers["Content-Range"] = f"bytes */{size_bytes}"
         return refused
-    roots = context.settings.jobs.roots
-    judged = await run_in_threadpool(layout.limits.allowed_layout, layout.request, roots)
-    allowed = replace(file, layout=replace(layout, request=judged))
-    return _FileResponse(context, caller, allowed, _Body(size_bytes, ranges))
+    return _FileResponse(context, caller, file, _Body(size_bytes, ranges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +284,15 @@ class _File:
 
 
 async def _found(context: ServiceContext, caller: Principal, layout_id: str, path: str) -> _File:
-    return _File(await run_in_threadpool(context.layouts_of(caller).use, layout_id, path), path)
+    """A file of a layout for a caller.
+
+    Raises:
+        RequestError: `request.not_found`, `request.gone`; `request.root_forbidden`: the roots have changed since the
+            layout was made. Sizes, tags and conditions are answered as the bytes are.
+    """
+    layout = await run_in_threadpool(context.layouts_of(caller).use, layout_id, path)
+    judged = await run_in_threadpool(layout.limits.allowed_layout, layout.request, context.settings.jobs.roots)
+    return _File(replace(layout, request=judged), path)
 
 
 # Conditions and ranges of requests.
