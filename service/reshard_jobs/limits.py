@@ -269,6 +269,8 @@ class Maxima:
 
     memory_bytes: int = MOST_BYTES
     threads: int = MOST_THREADS
+    ranks: int | None = None
+    """Ranks of a target; None for any number. Planning takes time and memory for each of them."""
 
     def allowed_request(self, request: ConvertRequest) -> ConvertRequest:
         """The request, if it asks for no more. The default of a request is never refused, but lowered to the maximum.
@@ -292,6 +294,14 @@ class Maxima:
                 f"threads is {request.threads}, and the maximum of this service is {self.threads}",
                 fix="name fewer threads or no number, or ask the operator to raise RESHARD_MAX_THREADS",
                 details={"field": "threads", "maximum": self.threads},
+            )
+        ranks = request.options.deepspeed.world_size
+        if self.ranks is not None and ranks > self.ranks:
+            raise RequestError(
+                "request.above_maximum",
+                f"dp x tp x pp is {ranks:,} ranks, and the maximum of a layout of this service is {self.ranks:,}",
+                fix="submit a conversion instead, or ask the operator to raise RESHARD_LAYOUT_RANKS",
+                details={"field": "options.deepspeed.dp", "maximum": self.ranks},
             )
         return request
 

@@ -94,7 +94,8 @@ class ServiceSettings(EnvironmentSettings):
         probe_memory_bytes: Address space of a probe.
         probes: How many probes may run at once.
         layout_command: Command line of the process that makes the bytes of a virtual layout.
-        layout_engines: How many such processes an API process may have. The one that was not used for longest makes
+        layout_engines: How many such processes an API process may have. A quarter of them, and at least one of several,
+            is kept free of any one tenant, whose downloads may take hours. The one that was not used for longest makes
             room for the next.
         layout_plan_s: How long a virtual layout may be planned, and its source compared, before `POST /v1/layouts` is
             given up.
@@ -102,6 +103,7 @@ class ServiceSettings(EnvironmentSettings):
         layout_queue_s: How long a request may wait for such a process, while all are in use.
         layout_stall_s: How long a client may take none of the bytes that wait for it, before its response is cut.
         layout_reads: How many responses may read from one such process at once. Others wait.
+        layout_ranks: Most ranks of a virtual layout: planning one takes some milliseconds and 100 KiB for each of them.
         keep_layouts_s: How long a virtual layout is kept after its last use.
         engine_memory_bytes: Memory that the process of a virtual layout may take, as an engine process of a worker.
         poll_s: Seconds between two looks at all jobs that requests wait for.
@@ -151,6 +153,7 @@ class ServiceSettings(EnvironmentSettings):
     layout_queue_s: Seconds = 10.0
     layout_stall_s: Seconds = 60.0
     layout_reads: int = Field(default=8, ge=1, le=1024, validation_alias="RESHARD_LAYOUT_READS", title=_COUNT)
+    layout_ranks: int = Field(default=4096, ge=1, le=1 << 20, validation_alias="RESHARD_LAYOUT_RANKS", title=_COUNT)
     keep_layouts_s: Seconds = Field(default=3600.0, validation_alias="RESHARD_KEEP_LAYOUTS_S")
     engine_memory_bytes: Annotated[int | None, BeforeValidator(size)] = Field(
         default=None, validation_alias="RESHARD_ENGINE_MEMORY"
@@ -172,6 +175,11 @@ class ServiceSettings(EnvironmentSettings):
         title="keys of 32 bytes in base64, separated by commas: openssl rand -base64 32 | tr +/ -_",
     )
     keep_deliveries_s: Seconds = Field(default=14 * 86_400.0, validation_alias="RESHARD_KEEP_DELIVERIES_S")
+
+    @property
+    def layout_engines_of_tenant(self) -> int:
+        """How many processes of virtual layouts one tenant may have in an API process."""
+        return max(1, self.layout_engines - max(1, self.layout_engines // 4))
 
     @property
     def maxima(self) -> Maxima:

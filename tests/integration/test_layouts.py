@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -516,6 +516,17 @@ def test_bytes_of_layouts_count_in_the_quota_of_a_day(service: Service, tiny: Pa
         assert answer.json()["details"]["used"] == 2 * total
 
 
+def test_a_layout_of_too_many_ranks_is_rejected_before_it_is_planned(service: Service, tiny: Path) -> None:
+    before = len(service.engines())
+    for options in ({"dp": 20_000}, {"dp": 150_000}, {"dp": 2, "tp": 64, "pp": 64}):
+        answer = service.ask(
+            "POST", "/v1/layouts", json={"source": str(tiny), "to": "zero", "options": {"deepspeed": options}}
+        )
+        assert (answer.status_code, answer.json()["code"]) == (422, "request.above_maximum"), answer.text
+        assert answer.json()["details"] == {"field": "options.deepspeed.dp", "maximum": 4096}
+    assert len(service.engines()) == before
+
+
 def test_options_of_a_run_have_no_place(service: Service, tiny: Path) -> None:
     for name, value in {"threads": 2, "overwrite": True, "target": "/x", "verify": "full"}.items():
         answer = service.ask("POST", "/v1/layouts", json={"source": str(tiny), **LAYOUT, name: value})
@@ -694,6 +705,22 @@ def test_a_tenant_has_only_so_many_engines() -> None:
             await engines.plan(replace(second, tenant="another"), compare=True)
 
     with_engines(run, layout_engines=4, layout_queue_s=0.2)
+
+
+def test_a_tenant_with_its_share_of_engines_leaves_one_to_others() -> None:
+    async def run(engines: LayoutEngines) -> None:
+        path = (await engines.plan(used_layout(TINY, "0"), compare=False)).files[0].path
+        async with AsyncExitStack() as held:
+            # Downloads that go on: nothing ends them before another tenant is admitted.
+            for number in range(2):
+                layout = used_layout(TINY, str(number))
+                await held.enter_async_context(engines.reading(layout, path, 0, 10))
+            with pytest.raises(JobError) as caught:
+                await engines.plan(used_layout(TINY, "more"), compare=False)
+            assert caught.value.code == "service.busy"
+            await engines.plan(used_layout(TINY, "other", tenant="another"), compare=False)
+
+    with_engines(run, layout_engines=3, layout_queue_s=0.2)
 
 
 def test_an_engine_serves_only_the_layout_that_was_planned() -> None:

@@ -145,7 +145,8 @@ async def make_layout(body: LayoutRequest, context: Context, caller: Submitter, 
     The source is pinned: a file whose source has changed since is `source.changed`.
     """
     store, roots = context.layouts_of(caller), context.settings.jobs.roots
-    asked = context.settings.maxima.allowed_request(body.conversion())
+    maxima = replace(context.settings.maxima, ranks=context.settings.layout_ranks)
+    asked = maxima.allowed_request(body.conversion())
     layout = await run_in_threadpool(store.begin, asked)
     layout = replace(layout, request=await run_in_threadpool(layout.limits.allowed_layout, asked, roots))
     try:

@@ -472,7 +472,8 @@ class LayoutEngines:
     def _make_room(self, layout: UsedLayout) -> bool:
         """End idle processes until one more may begin; false if too many are in use."""
         of_tenant = [e for e in self._engines.values() if e.layout.tenant == layout.tenant]
-        if layout.max_running is not None and not self._room_among(of_tenant, layout.max_running):
+        most = self._settings.layout_engines_of_tenant
+        if not self._room_among(of_tenant, most if layout.max_running is None else min(most, layout.max_running)):
             return False
         return self._room_among(list(self._engines.values()), self._settings.layout_engines)
 
