@@ -200,8 +200,10 @@ class VirtualCheckpoint(Protocol):
         """The bytes `[offset, offset + length)` of a file; to its end by default."""
         ...
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of a file from `offset` on."""
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, *, should_stop: Callable[[], bool] | None = None
+    ) -> None:
+        """Fill `buffer` with the bytes of a file from `offset` on; `job.cancelled` if `should_stop` is true."""
         ...
 
     def open(self, path: str) -> BinaryIO:

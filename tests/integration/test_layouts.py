@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +30,9 @@ from house.expected import raised, some
 from house.measured import say
 from house.waiting import PATIENCE_S, at_once, wait_until
 from reshard.errors import JobError, RequestError, ReshardError
+from reshard.local import load_engine
 from reshard.models.access import TenantSettings
-from reshard.models.jobs import Layout, LayoutRequest
+from reshard.models.jobs import ConvertRequest, Layout, LayoutRequest
 from reshard.options import SourceSpec
 from reshard_jobs.database import Database
 from reshard_jobs.layouts import MOST_LAYOUTS, Layouts, PlannedLayout, UsedLayout
@@ -37,6 +42,7 @@ from reshard_jobs.queue.store import JobStore
 from reshard_jobs.settings import JobSettings
 from reshard_service.api.engine import MOST_RANGES, ranges_in
 from reshard_service.probes.pool import LayoutEngines
+from reshard_service.probes.process import _serve  # pyright: ignore[reportPrivateUsage]
 from reshard_service.settings import ServiceSettings
 from servers.process import ServerProcess
 from servers.stack import Stack, tree_of
@@ -758,3 +764,66 @@ def test_the_memory_of_an_engine_is_limited() -> None:
     code = with_engines(run, engine_memory_bytes=1 << 20)
     assert code == "checkpoint.too_large", code
     assert some(code)
+
+
+# Readers that have gone.
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> ConvertRequest:
+    """A layout of one rank, whose optimizer states are one torch file of tens of megabytes."""
+    from checkpoints import gpt_parameters, write_zero_checkpoint
+
+    place = tmp_path_factory.mktemp("exact")
+    write_zero_checkpoint(place, gpt_parameters(256, 6, 8_000), stage=3, ranks=2)
+    body = {"source": str(place), "to": "zero", "options": {"deepspeed": {"dp": 1}}}
+    return LayoutRequest.model_validate(body).conversion()
+
+
+def test_a_reader_that_has_gone_stops_the_sum_of_its_file(exact: ConvertRequest) -> None:
+    """The tail of a torch file needs the CRC-32 of records before it, which nobody has read."""
+    opened = partial(load_engine().open_layout, exact, compare=False)
+    with opened(exact_crcs=True) as layout, opened(exact_crcs=False) as plain:
+        file = max(layout.files, key=lambda f: f.size_bytes)
+        assert file.size_bytes > 32 << 20
+        tail, at = bytearray(3_000), file.size_bytes - 3_000
+        asked = itertools.count()
+        with pytest.raises(ReshardError) as caught:
+            layout.read_into(file.path, at, memoryview(tail), should_stop=lambda: next(asked) >= 4)
+        assert caught.value.code == "job.cancelled"
+        stopped_bytes = layout.read_bytes
+        assert stopped_bytes <= 16 << 20
+        # Readers that stay make the sum together, and continue where the other one stopped.
+        parts = [bytearray(3_000) for _ in range(4)]
+        at_once([partial(layout.read_into, file.path, at, memoryview(part)) for part in parts])
+        assert layout.read_bytes <= file.size_bytes + (16 << 20)
+        whole = layout.read(file.path)
+        assert {bytes(part) for part in parts} == {whole[at:]}
+        assert whole != plain.read(file.path), "without sums, these are other bytes"
+
+
+class _Endless:
+    """A layout whose bytes are never done: it reads until its reader has gone."""
+
+    def __init__(self) -> None:
+        self.reading = threading.Event()
+        self.stopped = threading.Event()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview, *, should_stop: Callable[[], bool]) -> None:
+        self.reading.set()
+        wait_until(should_stop)
+        self.stopped.set()
+        raise JobError("job.cancelled", "stopped")
+
+
+def test_an_engine_stops_reading_when_its_connection_is_closed() -> None:
+    layout = _Endless()
+    ours, theirs = socket.socketpair()
+    serving_it = threading.Thread(target=_serve, args=(layout, theirs), daemon=True)
+    serving_it.start()
+    with ours:
+        ours.sendall(json.dumps({"path": "x", "offset": 0, "length": 3_000}).encode() + b"\n")
+        assert layout.reading.wait(PATIENCE_S)
+        assert not layout.stopped.is_set()
+    serving_it.join(PATIENCE_S)
+    assert layout.stopped.is_set()

@@ -24,6 +24,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, BinaryIO
 
 from reshard.errors import JobError, ReshardError, SourceError, as_text, exhaustion_of, printable
@@ -118,7 +119,15 @@ def serve_layout() -> int:
     if (first := _next_connection(control)) is None or not _answer(first, lambda asked: _open(asked, opened)):
         return 1
     while (connection := _next_connection(control)) is not None:
-        threading.Thread(target=_serve, args=(opened[0], connection), daemon=True).start()
+        try:
+            threading.Thread(target=_serve, args=(opened[0], connection), daemon=True).start()
+        except RuntimeError as error:
+            problem = exhaustion_of(error)
+            if problem is None:
+                raise
+            refused = {"problem": problem.to_problem()}
+            with connection, suppress(OSError):
+                connection.sendall(_line(refused))
     return 0
 
 
@@ -178,6 +187,16 @@ def _open(asked: dict[str, Any], opened: list[VirtualCheckpoint]) -> dict[str, A
     }
 
 
+def _has_gone(connection: socket.socket) -> bool:
+    """True if the API has closed a connection: the client of its request has gone, or waits no longer."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _serve(layout: VirtualCheckpoint, connection: socket.socket) -> None:
     """Send a range of a file, or the reason why not."""
     with connection, connection.makefile("rb") as lines, suppress(BrokenPipeError, ConnectionResetError):
@@ -187,13 +206,13 @@ def _serve(layout: VirtualCheckpoint, connection: socket.socket) -> None:
         asked = json.loads(line)
         path, at, end = asked["path"], asked["offset"], asked["offset"] + asked["length"]
         memory = memoryview(bytearray(min(PIECE_BYTES, asked["length"])))
-        begun = False
+        begun, gone = False, partial(_has_gone, connection)
         while not begun or at < end:
             piece = memory[: end - at]
-            answer, done = _outcome(lambda: layout.read_into(path, at, piece))  # noqa: B023 - called at once
+            answer, done = _outcome(lambda: layout.read_into(path, at, piece, should_stop=gone))  # noqa: B023
             if not begun:
                 connection.sendall(_line(answer))
-            elif not done:
+            elif not done and not gone():
                 problem = answer["problem"]
                 text = f"{problem['code']}: {problem['detail']}"
                 logger.warning("%s ended in the middle of a response: %s", printable(path), printable(text))

@@ -30,7 +30,7 @@ from reshard_engine.execute.casts.placing import ReadCounts, default_kernel
 from reshard_engine.execute.casts.rows import ByteArray
 from reshard_engine.execute.checks.commit import prove_source_unchanged
 from reshard_engine.execute.checks.source import check_agreements
-from reshard_engine.execute.executor import losses_by_parameter, refuse_overflow, stop_check
+from reshard_engine.execute.executor import StoppedError, losses_by_parameter, refuse_overflow, stop_check
 from reshard_engine.execute.gather import CALLS_AT_ONCE, TensorReader, fill
 from reshard_engine.formats.registry import check_request, laid_out
 from reshard_engine.integrity.checksums import combine
@@ -66,6 +66,11 @@ _BUFFER_BYTES = 64 << 10
 _NEAR_BYTES = 64 << 10
 """A read is made without its block, unless it begins as close behind the last one of its file."""
 
+_TURN_S = 0.2
+"""Seconds after which a thread that waits for the sum of a record checks whether its reader has gone."""
+
+_Stop = Callable[[], None]
+"""Raises `StoppedError` if nobody needs the bytes any more."""
 _Key = tuple[int, int]
 """The number of a file, and the number of a block in it."""
 
@@ -84,15 +89,15 @@ class _Blocks:
         """The end of the last read of each file."""
         self._pool: ThreadPoolExecutor | None = None
 
-    def read(self, file: int, size_bytes: int, offset: int, buffer: ByteArray) -> None:
+    def read(self, file: int, size_bytes: int, offset: int, buffer: ByteArray, *, stop: _Stop) -> None:
         """Fill `buffer` from the blocks of a file. A read that no others are near is made alone."""
         if self._is_alone(file, offset, offset + len(buffer)):
-            self._make.make(file, offset, buffer)
+            self._make.make(file, offset, buffer, stop=stop)
             return
         done = 0
         while done < len(buffer):
             number, begin = divmod(offset + done, self.length_bytes)
-            block = self._block((file, number), size_bytes)
+            block = self._block((file, number), size_bytes, stop)
             part = block[begin : begin + len(buffer) - done]
             buffer[done : done + len(part)] = part
             done += len(part)
@@ -109,7 +114,21 @@ class _Blocks:
             blocks = range(offset // self.length_bytes, -(-end // self.length_bytes))
             return not near and not any((file, number) in self._known for number in blocks)
 
-    def _block(self, key: _Key, size_bytes: int) -> ByteArray:
+    def _block(self, key: _Key, size_bytes: int, stop: _Stop) -> ByteArray:
+        while True:
+            future, own = self._begun(key, size_bytes, stop)
+            if own:
+                self._fulfil(key, size_bytes, future, stop=stop)
+            try:
+                return future.result()
+            except StoppedError:
+                if own:
+                    raise
+                # The reader that made the block does not need it any more; this one does.
+                stop()
+
+    def _begun(self, key: _Key, size_bytes: int, stop: _Stop) -> tuple[Future[ByteArray], bool]:
+        """A block that is known or being made, and whether the caller makes it."""
         with self._lock:
             sequential = (key[0], key[1] - 1) in self._known
             found, own = self._known.get(key), key not in self._known
@@ -119,10 +138,8 @@ class _Blocks:
             ahead = self._begin_ahead(key, size_bytes) if sequential else []
             self._drop()
         for other, future in ahead:
-            self._threads().submit(self._fulfil, other, size_bytes, future)
-        if own:
-            self._fulfil(key, size_bytes, found)
-        return found.result()
+            self._threads().submit(self._fulfil, other, size_bytes, future, stop=stop)
+        return found, own
 
     def _begin_ahead(self, key: _Key, size_bytes: int) -> list[tuple[_Key, Future[ByteArray]]]:
         last = (size_bytes - 1) // self.length_bytes
@@ -147,11 +164,11 @@ class _Blocks:
                 self._pool = ThreadPoolExecutor(self._ahead, thread_name_prefix="ahead")
             return self._pool
 
-    def _fulfil(self, key: _Key, size_bytes: int, future: Future[ByteArray]) -> None:
+    def _fulfil(self, key: _Key, size_bytes: int, future: Future[ByteArray], *, stop: _Stop) -> None:
         begin = key[1] * self.length_bytes
         data = np.empty(min(self.length_bytes, size_bytes - begin), dtype=np.uint8)
         try:
-            self._make.make(key[0], begin, data)
+            self._make.make(key[0], begin, data, stop=stop)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the block raises it
             with self._lock:  # the next reader tries again
                 if self._known.get(key) is future:
@@ -173,6 +190,8 @@ class _RecordSums:
         self._spans: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
         """Length and CRC-32 of known parts of a record, by their offsets in it."""
         self._whole: dict[tuple[int, int], int] = {}
+        self._turns: dict[tuple[int, int], threading.Lock] = {}
+        """One thread at a time reads a record for its sum; others wait for the sum."""
 
     def note(self, number: int, file: TargetFile, begin: int, data: ByteArray) -> None:
         """Sum the parts of records in the bytes of a file from `begin` on."""
@@ -186,15 +205,31 @@ class _RecordSums:
             with self._lock:
                 self._spans.setdefault((number, record), {})[low - offset] = span
 
-    def put_slots(self, number: int, file: TargetFile, begin: int, data: ByteArray) -> None:
-        """Fill the CRC slots in the bytes of a file from `begin` on."""
+    def put_slots(self, number: int, file: TargetFile, begin: int, data: ByteArray, *, stop: _Stop) -> None:
+        """Fill the CRC slots in the bytes of a file from `begin` on.
+
+        A slot of a record that nobody has read costs a read of the whole record, which may have gigabytes: `stop` is
+        called between its pieces, and the next call continues behind the last piece.
+        """
         end, view = begin + len(data), data.data
         for offset, record in file.template.slots_in(begin, end):
-            value = self._of_record(number, file, record).to_bytes(4, "little")
+            with self._turn((number, record), stop):
+                value = self._of_record(number, file, record, stop).to_bytes(4, "little")
             low, high = max(offset, begin), min(offset + 4, end)
             view[low - begin : high - begin] = value[low - offset : high - offset]
 
-    def _of_record(self, number: int, file: TargetFile, record: int) -> int:
+    @contextmanager
+    def _turn(self, key: tuple[int, int], stop: _Stop) -> Generator[None]:
+        with self._lock:
+            turn = self._turns.setdefault(key, threading.Lock())
+        while not turn.acquire(timeout=_TURN_S):
+            stop()
+        try:
+            yield
+        finally:
+            turn.release()
+
+    def _of_record(self, number: int, file: TargetFile, record: int, stop: _Stop) -> int:
         key = (number, record)
         with self._lock:
             if (known := self._whole.get(key)) is not None:
@@ -207,16 +242,28 @@ class _RecordSums:
                 held, crc = spans[at]
             else:
                 after = bisect_right(begins, at)
-                held, crc = (begins[after] if after < len(begins) else length) - at, 0
-                begin, read = first + at, partial(self._make.unsummed, number)
-                for _, piece in pieces_of(read, begin, begin + held):
-                    crc = crc32(piece, crc)
+                held = (begins[after] if after < len(begins) else length) - at
+                crc = self._read_part(number, record, (first, at, held), stop)
             total = combine(total, crc, held)
             at += held
         with self._lock:
             self._whole[key] = total
             self._spans.pop(key, None)
         return total
+
+    def _read_part(self, number: int, record: int, part: tuple[int, int, int], stop: _Stop) -> int:
+        """Read a part of a record, `(offset of the record, offset in it, length)`, and return its CRC-32."""
+        first, at, length = part
+        done = crc = 0
+        try:
+            for _, piece in pieces_of(partial(self._make.unsummed, number), first + at, first + at + length):
+                crc, done = crc32(piece, crc), done + len(piece)
+                stop()
+        finally:
+            if done:
+                with self._lock:
+                    self._spans.setdefault((number, record), {})[at] = (done, crc)
+        return crc
 
 
 class _Maker:
@@ -242,13 +289,15 @@ class _Maker:
             if pool is not None:
                 pool.shutdown(cancel_futures=True)
 
-    def make(self, number: int, begin: int, data: ByteArray) -> None:
+    def make(self, number: int, begin: int, data: ByteArray, *, stop: _Stop) -> None:
         """Fill `data` with the bytes of a file from `begin` on."""
         parts = range(0, len(data), _PART_BYTES)
         if self._parts is None or len(parts) < 2:
-            self._part(number, begin, data)
+            self._part(number, begin, data, stop=stop)
             return
-        futures = [self._parts.submit(self._part, number, begin + at, data[at : at + _PART_BYTES]) for at in parts]
+        futures = [
+            self._parts.submit(self._part, number, begin + at, data[at : at + _PART_BYTES], stop=stop) for at in parts
+        ]
         try:
             for future in futures:
                 future.result()
@@ -264,12 +313,13 @@ class _Maker:
         """Fill `buffer` as `make` does, but CRC slots with zeros."""
         self._fill(number, begin, np.frombuffer(buffer, dtype=np.uint8))
 
-    def _part(self, number: int, begin: int, data: ByteArray) -> None:
+    def _part(self, number: int, begin: int, data: ByteArray, *, stop: _Stop) -> None:
+        stop()
         self._fill(number, begin, data)
         if self._sums is not None:
             file = self._files[number]
             self._sums.note(number, file, begin, data)
-            self._sums.put_slots(number, file, begin, data)
+            self._sums.put_slots(number, file, begin, data, stop=stop)
 
     def _fill(self, number: int, begin: int, data: ByteArray) -> None:
         unit = Unit(-1, (Chunk(number, begin, len(data)),), commit=False)
@@ -446,10 +496,19 @@ class VirtualCheckpoint:
         """
         return self.layout.files[self._number(path)]
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, *, should_stop: Callable[[], bool] | None = None
+    ) -> None:
         """Fill `buffer` with the bytes of a file from `offset` on.
 
+        Args:
+            path: The path.
+            offset: Offset of the first byte.
+            buffer: Where the bytes go.
+            should_stop: True if nobody needs the bytes any more. Any thread may call it.
+
         Raises:
+            StoppedError: `should_stop` was true.
             SourceError: `source.changed`, `tensor.overflow`, or an error of the storage.
             StorageError: `storage.protocol` for bytes outside of the file.
             RequestError: `request.invalid` if the target has no such file.
@@ -463,9 +522,9 @@ class VirtualCheckpoint:
         if not template.bodies_in(offset, end) and not (self.exact_crcs and template.slots_in(offset, end)):
             self.read_known(path, offset, buffer)
         elif len(data) >= self._long_bytes:
-            self._make.make(number, offset, data)
+            self._make.make(number, offset, data, stop=stop_check(should_stop))
         else:
-            self._blocks.read(number, size_bytes, offset, data)
+            self._blocks.read(number, size_bytes, offset, data, stop=stop_check(should_stop))
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """The bytes `[offset, offset + length)` of a file; to its end by default. Errors are those of `read_into`."""
