@@ -261,7 +261,7 @@ _DEFAULT_FIXES: Mapping[str, str] = {
 _HIDDEN = "[hidden]"
 PROFILES_VARIABLE = "RESHARD_PROFILES"
 """The environment variable with the path of the operator's storage profiles."""
-_SECRET_NAME = re.compile(r"(?:token|secret|password|secret_access_key|api_key|_key|connection_string)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(?:token|secret|password|passphrase|_keys?|connection_string)$", re.IGNORECASE)
 _NAME_OF_FILE = re.compile(r"SIGNING_(?:PUBLIC_)?KEY$")
 """Variables whose values are paths of key files; an error that hides the path helps nobody."""
 _PASSWORD_IN_URL = re.compile(r"://[^/@\s:]*:([^/\s]+)@")
@@ -301,6 +301,8 @@ def secrets_of(env: Mapping[str, str]) -> set[str]:
     found = {value for name, value in env.items() if _SECRET_NAME.search(name) and not _NAME_OF_FILE.search(name)}
     for name, value in env.items():
         found.update(_within(value))
+        if name.endswith("_KEYS"):
+            found.update(part.strip() for part in value.split(","))
         if name.startswith("OTEL_") and name.endswith("_HEADERS"):
             # `api-key=...,authorization=Bearer%20...`
             found.update(unquote(pair.partition("=")[2]).strip() for pair in value.split(","))

@@ -211,6 +211,14 @@ def test_secrets_of_a_profile_are_hidden_in_every_encoding(tmp_path: Path, monke
     assert "canary" not in str(StorageError("storage.denied", "N3w-and-longer-canary"))
 
 
+def test_secrets_of_settings_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESHARD_KEY_PASSPHRASE", "canary-passphrase")
+    monkeypatch.setenv("RESHARD_WEBHOOK_KEYS", "canary-new=, canary-old=")
+    monkeypatch.setenv("HTTPS_PROXY", "http://u:canary-proxy@host:3128")
+    for secret in ("canary-passphrase", "canary-new=", "canary-old=", "canary-proxy"):
+        assert "canary" not in str(StorageError("storage.unavailable", f"<{secret}>"))
+
+
 def test_hiding_secrets_leaves_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESHARD_SIGNING_KEY", "/keys/signing-key.pem")
     for text in (
