@@ -7,6 +7,9 @@ import errno
 import json
 import os
 import shutil
+import struct
+import zipfile
+import zlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from reshard_engine.execute.sinks.local import LocalChunkFile
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.integrity.checksums import (
     BLOCK_BYTES,
+    RecordReads,
     TensorDigests,
     TensorStream,
     blocks_beginning_in,
@@ -247,6 +251,131 @@ def test_full_reads_the_source_of_a_finished_target_too(tmp_path: Path) -> None:
     assert caught.value.code == "zip.crc"
 
 
+# -- the source's own checksums, compared while it is read ----------------------------------------------
+
+ZERO_FILE = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def records_of_tensors(path: Path) -> list[tuple[int, int]]:
+    """(offset, length) of the records of tensors that are not read with the metadata."""
+    with zipfile.ZipFile(path) as archive:
+        return [
+            (at, info.file_size)
+            for info in archive.infolist()
+            if "/data/" in info.filename and info.file_size > 16
+            for at in [data_offset(path, info)]
+        ]
+
+
+def data_offset(path: Path, info: zipfile.ZipInfo) -> int:
+    with path.open("rb") as file:
+        file.seek(info.header_offset + 26)
+        name, extra = struct.unpack("<HH", file.read(4))
+    return info.header_offset + 30 + name + extra
+
+
+def damaged_source(directory: Path, record: int, byte: int) -> Path:
+    source = shutil.copytree(DATA / "zero2_tiny", directory)
+    path = source / "global_step3" / ZERO_FILE
+    offset, length = records_of_tensors(path)[record]
+    flip_quietly(path, offset + byte % length)
+    return source
+
+
+@pytest.mark.parametrize(("record", "byte"), [(0, 0), (0, -1), (1, 77), (-1, -1)])
+@pytest.mark.parametrize("to", [TargetFormat.ZERO, TargetFormat.UNIVERSAL])
+def test_one_flipped_byte_of_a_source_ends_the_conversion(
+    to: TargetFormat, record: int, byte: int, tmp_path: Path
+) -> None:
+    source = damaged_source(tmp_path / "source", record, byte)
+    options: dict[str, Any] = {"dp": 3} if to is TargetFormat.ZERO else {}
+    request = request_for(tmp_path / "out", source=source, to=to, **options)
+    # The second attempt finds what the first one has written, and must not bless it.
+    for _ in range(2):
+        with pytest.raises(SourceError, match=f"1 record .*{ZERO_FILE}") as caught:
+            load_engine().convert(request)
+        assert caught.value.code == "zip.crc"
+        assert not (tmp_path / "out").exists()
+
+
+def test_an_attempt_that_resumes_reads_the_rest_of_its_records(tmp_path: Path) -> None:
+    """The units of a damaged record are finished before the process is stopped; only the next attempt can see it."""
+    engine = load_engine()
+    stops = iter([False] * 4)
+    request = request_for(tmp_path / "out", source=damaged_source(tmp_path / "source", 0, 0), part_bytes=1 << 10)
+    with pytest.raises(ReshardError) as stopped:
+        engine.convert(request.model_copy(update={"threads": 1}), should_stop=lambda: next(stops, True))
+    assert stopped.value.code in {"job.cancelled", "zip.crc"}
+    with pytest.raises(SourceError) as caught:
+        engine.convert(request)
+    assert caught.value.code == "zip.crc"
+
+
+def test_the_result_says_what_was_compared(tmp_path: Path) -> None:
+    result = load_engine().convert(request_for(tmp_path / "out"))
+    check = result.source_check
+    assert check is not None
+    assert check.records is not None
+    assert 0 < check.matching <= check.records
+    assert check.in_part == 0
+    assert check.matching_bytes + check.without_crc_bytes == check.read_bytes
+    assert f"{check.matching} of {check.records} records match their CRC-32" in str(check)
+    ran = CliRunner().invoke(
+        app, ["convert", str(DATA / "zero2_tiny"), str(tmp_path / "again"), "--to", "universal", "--verify", "full"]
+    )
+    assert ran.exit_code == 0, ran.output
+    assert "target verified" in ran.stderr
+    assert "source: every record with a CRC-32 matches" in ran.stderr
+
+
+def test_a_writer_without_checksums_is_not_damage(tmp_path: Path) -> None:
+    """torch writes 0 for all records, or only for those whose data is filled in later."""
+    state = {"a": torch.arange(5_000.0), "b": torch.ones(40, 50)}
+    without, later = (tmp_path / name / "pytorch_model.bin" for name in ("without", "later"))
+    without.parent.mkdir()
+    later.parent.mkdir()
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        torch.save(state, without)
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    to = TargetFormat.SAFETENSORS
+    result = load_engine().convert(request_for(tmp_path / "a", source=without.parent, to=to))
+    assert str(result.source_check) == "source: not checked, its files store no CRC-32"
+    with torch.serialization.skip_data():
+        torch.save(state, later)
+    with zipfile.ZipFile(later) as archive, later.open("r+b") as file:
+        for info in archive.infolist():
+            if "/data/" in info.filename:
+                file.seek(data_offset(later, info))
+                file.write(b"\x3f" * info.file_size)
+    load_engine().convert(request_for(tmp_path / "b", source=later.parent, to=to))
+
+
+@given(data=st.data(), size=st.integers(1, 400))
+def test_pieces_in_any_order_have_the_sum_of_the_record(data: st.DataObject, size: int) -> None:
+    content = np.random.default_rng(size).bytes(size + 20)
+    expected = zlib.crc32(content[7 : 7 + size])
+    reads = RecordReads([np.array([[7], [size], [expected]], dtype=np.int64)])
+    pieces = data.draw(st.lists(st.tuples(st.integers(0, size + 20), st.integers(0, size + 20)), max_size=20))
+    for low, high in map(sorted, pieces):
+        reads.add(0, low, memoryview(content)[low:high])
+    seen = {at for low, high in map(sorted, pieces) for at in range(max(low, 7), min(high, 7 + size))}
+    assert reads.matching_bytes + reads.in_part_bytes == len(seen)
+    for _, low, high in list(reads.unread(most_bytes=lambda length: length)):
+        assert not seen & set(range(low, high))
+        reads.add(0, low, memoryview(content)[low:high])
+    assert (reads.matching, reads.in_part, reads.damaged) == (bool(seen), 0, [])
+
+
+def test_records_in_more_pieces_than_are_kept_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard_engine.integrity.checksums._MOST_SPANS", 4)
+    reads = RecordReads([np.array([[0], [100], [1]], dtype=np.int64)])
+    for at in range(0, 100, 2):
+        reads.add(0, at, memoryview(b"x"))
+    assert (reads.in_part, reads.matching, reads.damaged) == (1, 0, [])
+
+
 def test_a_source_that_was_read_wrong_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store or a memory that lies for one read: its checksums fit afterwards, the tensor does not."""
     read_into, lied = SourceFile.read_into, []
@@ -261,6 +390,7 @@ def test_a_source_that_was_read_wrong_once(tmp_path: Path, monkeypatch: pytest.M
     request = request_for(tmp_path / "out", verify=VerifyLevel.FULL)
     with monkeypatch.context() as patch:
         patch.setattr(SourceFile, "read_into", lying)
+        patch.setattr(RecordReads, "add", lambda *_: None)  # which would find it first
         with pytest.raises(IntegrityError, match="read again"):
             load_engine().convert(request, on_progress=lambda p: phases.append(p.phase))
     assert lied

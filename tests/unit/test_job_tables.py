@@ -83,7 +83,7 @@ def test_a_target_that_was_already_done_is_said_to_be() -> None:
     assert any(line.startswith("result    already done: the target (2 files)") for line in lines)
     assert not any("0 of 0" in line or line.startswith("progress") for line in lines)
     assert any(line.startswith("finished  2026-01-0") for line in lines)
-    assert outcome(job(JobState.SUCCEEDED, result=result())) == "wrote 3 MiB in 2 files, verified"
+    assert outcome(job(JobState.SUCCEEDED, result=result())) == "wrote 3 MiB in 2 files, target verified"
     assert outcome(job(JobState.RUNNING)) == ""
 
 

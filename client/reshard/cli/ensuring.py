@@ -74,7 +74,7 @@ def ensure(
     said = {
         Outcome.SOURCE: "nothing was converted: the source has this layout already",
         Outcome.EARLIER: "converted earlier",
-        Outcome.CONVERTED: "converted and verified",
+        Outcome.CONVERTED: "converted, target verified",
     }
     to = None if to is None else target_among((TargetFormat.ZERO, DISTRIBUTED), to)
     given = flags.values()

@@ -68,7 +68,7 @@ def outcome(job: Job) -> str:
     files = counted(job.result.files_count, "file")
     if job.result.already_done:
         return f"already done: the target ({files}) is this conversion's result, unchanged since its commit"
-    return f"wrote {format_size(job.result.write_bytes)} in {files}, verified"
+    return f"wrote {format_size(job.result.write_bytes)} in {files}, target verified"
 
 
 def nodes(workers: Sequence[WorkerNode]) -> Iterator[str]:

@@ -53,7 +53,7 @@ from reshard.cli.output import (
     SHOWN_DIFFERENCES,
     cast_line,
     check_lines,
-    done_line,
+    done_lines,
     fingerprint_lines,
     followed,
     html_of,
@@ -435,7 +435,7 @@ def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool, first: Seq
     if result.already_done:
         hint("already done: the target is this conversion's result, unchanged since its commit")
     elif not quiet:
-        hint(done_line(result))
+        hint("\n".join(done_lines(result)))
     if not quiet:
         for line in (*first, *next_steps(result.to, result.target, (file.path for file in result.files))):
             hint(f"next: {line}")

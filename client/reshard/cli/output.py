@@ -402,14 +402,16 @@ def _weights_call(whole: str, files: list[str], *, remote: bool) -> str:
     return f"safetensors.torch.load_model(model, {path})"
 
 
-def done_line(result: ConvertResult) -> str:
-    """A line with the bytes that a conversion read and wrote."""
+def done_lines(result: ConvertResult) -> Iterator[str]:
+    """The bytes that a conversion read and wrote, and what it compared of the source."""
     kept = f", kept {format_size(result.resumed_bytes)} of an earlier run" if result.resumed_bytes else ""
     # A plan counts tensors only; neighbours are read in one call, with the bytes between them.
-    return (
+    yield (
         f"read {format_size(result.read_bytes)} with gaps, wrote {format_size(result.write_bytes)} "
-        f"in {counted(len(result.files), 'file')}{kept}, {sum(result.seconds.values()):.1f} s, verified"
+        f"in {counted(len(result.files), 'file')}{kept}, {sum(result.seconds.values()):.1f} s, target verified"
     )
+    if result.source_check is not None:
+        yield str(result.source_check)
 
 
 # Comparisons, fingerprints and checks against certificates as lines of text.

@@ -119,7 +119,8 @@ def _result(result: ConvertResult) -> str:
         ("copied by the store", format_size(result.server_copied_bytes) if result.server_copied_bytes else None),
         ("kept from before", format_size(result.resumed_bytes) if result.resumed_bytes else None),
         ("time", took or None),
-        ("verified", str(result.verification)),
+        ("target verified", str(result.verification)),
+        ("source", None if result.source_check is None else str(result.source_check).removeprefix("source: ")),
     ]
     casts = [(c.fqn, str(c.overflowed), str(c.underflowed), str(c.nan), str(c.infinite)) for c in result.casts]
     return (

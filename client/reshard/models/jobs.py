@@ -339,6 +339,44 @@ class CastLoss(WireModel):
     """The root of the sum of squared distances in a quantized matrix, relative to that of the squared numbers."""
 
 
+class SourceCheck(WireModel):
+    """The comparison of a source with the CRC-32s that its archives (files of `torch.save`) store, record by record."""
+
+    records: int | None = None
+    """Records of tensors that have a CRC-32; None if `verify: full` compared every record of every file."""
+    matching: int = 0
+    """Records that the conversion read whole and that match. A record that does not match ends the conversion."""
+    in_part: int = 0
+    """Records that were read in part, so that they could not be compared. The others were not read at all."""
+    read_bytes: int
+    matching_bytes: int
+    """Bytes of the matching records."""
+    without_crc_bytes: int = 0
+    """Bytes that were read outside of such records, such as those of safetensors; bytes read twice count twice."""
+
+    def __str__(self) -> str:
+        """The comparison in one line, with what was not compared."""
+        share = _percent(self.matching_bytes, self.read_bytes)
+        if self.records is None:
+            return f"source: every record with a CRC-32 matches ({share} of the bytes; nothing else has one)"
+        if not self.records:
+            return "source: not checked, its files store no CRC-32"
+        unread, other = self.records - self.matching - self.in_part, self.without_crc_bytes
+        notes = (
+            (self.in_part, f"{self.in_part:,} read in part"),
+            (unread, f"{unread:,} not read"),
+            (other, f"{_percent(other, self.read_bytes)} of the bytes, which have no CRC-32"),
+        )
+        left = ", ".join(text for number, text in notes if number)
+        what = f"{self.matching:,} of {self.records:,} records match their CRC-32 ({share} of the bytes read)"
+        return f"source: {what}" + (f"; not checked: {left}" if left else "")
+
+
+def _percent(part: int, whole: int) -> str:
+    """A share of bytes, rounded down: 100 % means all of them."""
+    return f"{100 * part // max(whole, 1)} %"
+
+
 class ConvertResult(ShownModel):
     """The result of a finished conversion."""
 
@@ -357,6 +395,8 @@ class ConvertResult(ShownModel):
     plan_digest: str
     already_done: bool = False
     verification: VerifyLevel = VerifyLevel.DEFAULT
+    source_check: SourceCheck | None = Field(default=None, exclude_if=is_none)
+    """The comparison of the source with its own checksums; absent if the target was finished before."""
     warnings: tuple[str, ...] = ()
     not_carried: tuple[NotCarried, ...] = ()
     """Every key of the source that the target neither holds nor replaces by a value of its own."""

@@ -32,8 +32,8 @@ class SourceFile:
     objects: tuple[ObjectInfo, ...]
     directory_sha256: str | None = field(default=None, compare=False)
     """Digest of the names, sizes and CRC-32s of the file's records, set by the parser if the container has them."""
-    checksums: tuple[tuple[int, int, int], ...] = field(default=(), compare=False, repr=False)
-    """(offset, length, CRC-32) of the larger records in file order, if the container stores checksums."""
+    checksums: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    """`[3, count]`: offset, length and CRC-32 of the records of tensors in file order, if the container stores them."""
     archives: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     """`[count, 2]`: offset and length of each torch archive in file order, if the stream is a sequence of archives."""
     extent: tuple[int, int] | None = None
@@ -55,7 +55,7 @@ class SourceFile:
         """
         self._check_range(offset, length)
         begin = offset if self.extent is None else offset + self.extent[0]
-        return replace(self, extent=(begin, length), directory_sha256=None, checksums=(), archives=None)
+        return replace(self, extent=(begin, length), directory_sha256=None, checksums=None, archives=None)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the stream's bytes from `offset` on.

@@ -20,12 +20,13 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.cast import CastKernel, Losses
 from reshard_engine.execute.casts.placing import ReadCounts, default_kernel
 from reshard_engine.execute.casts.rows import ByteArray
+from reshard_engine.execute.checks.source import refuse_damaged
 from reshard_engine.execute.checks.unit_sums import AbandonedError, BlockDigests, RecordCrcs
 from reshard_engine.execute.gather import CALLS_AT_ONCE, TensorReader, fill
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
 from reshard_engine.execute.server_copy import ServerCopier
 from reshard_engine.execute.sinks.protocol import Made, Sink
-from reshard_engine.integrity.checksums import CrcBoard
+from reshard_engine.integrity.checksums import CrcBoard, RecordReads
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import CACHED_BYTES, Chunk, Plan, RecordPart, Unit, steps_of
 from reshard_engine.storage.crc32 import crc32
@@ -167,6 +168,8 @@ class Executor:
         self._kernel: CastKernel = default_kernel()
         self._should_stop = should_stop or (lambda: False)
         self._board = CrcBoard()
+        self.source_reads = RecordReads([f.checksums for f in checkpoint.files])
+        """Compares the records of the source that are read whole with their CRC-32s."""
         self._memory = _Memory()
         self._local = checkpoint.is_local
         self._calls: ThreadPoolExecutor | None = None
@@ -281,7 +284,8 @@ class Executor:
     def _reader(self, counts: ReadCounts) -> TensorReader:
         saturate = self._on_overflow is OverflowPolicy.SATURATE
         pool = None if self._local else self._calls
-        return TensorReader(self._checkpoint, self._kernel, saturate=saturate, pool=pool, counts=counts)
+        reads = self.source_reads
+        return TensorReader(self._checkpoint, self._kernel, saturate=saturate, pool=pool, counts=counts, reads=reads)
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
         copied = self._copier.resolve(unit) if self._copier is not None else None
@@ -302,6 +306,8 @@ class Executor:
                 chunks = self._sink.write_made(made, copy_read, self._calls if unit.chunks[1:] else None)
         except AbandonedError:
             return
+        if self.source_reads.damaged:
+            refuse_damaged(self._checkpoint, self.source_reads)
         losses = losses_by_parameter(self._checkpoint, counts.losses)
         if self._on_overflow is OverflowPolicy.ERROR:
             refuse_overflow(losses)

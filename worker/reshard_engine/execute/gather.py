@@ -25,6 +25,7 @@ from reshard_engine.execute.casts.cast import (
 )
 from reshard_engine.execute.casts.placing import PlacedRows, Placer, ReadCounts
 from reshard_engine.execute.casts.rows import ByteArray, Column, Kind, Rows
+from reshard_engine.integrity.checksums import RecordReads
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import WriteItem
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
@@ -172,10 +173,17 @@ class ExtentReader:
     counts: ReadCounts
     pool: Executor | None
     """The pool for concurrent reads over a network. Without a pool, reads run one after another."""
+    reads: RecordReads | None = None
+    """Compares the records that are read with their CRC-32s; None if they are not compared."""
+
+    def read_of(self, file: int) -> Callable[[int, memoryview], None]:
+        """The function that reads bytes of a file."""
+        read_into = self.files[file].read_into
+        return read_into if self.reads is None else partial(self.reads.read_into, file, read_into)
 
     def read_one(self, file: int, offset: int, target: ByteArray) -> None:
         """Read one run of bytes directly into its place."""
-        self.files[file].read_into(offset, target.data)
+        self.read_of(file)(offset, target.data)
         self.counts.read_bytes += len(target)
 
     def read(self, extents: Extents, memory: ByteArray) -> None:
@@ -241,12 +249,12 @@ class ExtentReader:
             self.read_one(file, start, memory[at : at + int(batch.length[0])])
             return
         length = _span(batch)
-        self.placer.read_and_place(partial(self.files[file].read_into, start), length, batch.placed(), memory)
+        self.placer.read_and_place(partial(self.read_of(file), start), length, batch.placed(), memory)
         self.counts.read_bytes += length
 
     def _start(self, reads: ConcurrentReads, batch: Extents, memory: ByteArray) -> None:
         """Start the read of a batch, concurrently with other batches."""
-        file, start = self.files[int(batch.file[0])], int(batch.offset[0])
+        file, start = int(batch.file[0]), int(batch.offset[0])
         length, straight = _span(batch), self._is_straight(batch)
         at = int(batch.at[0])
         place = memory[at : at + length] if straight else np.empty(length, dtype=np.uint8)
@@ -256,7 +264,7 @@ class ExtentReader:
             if not straight:
                 self.placer.place(batch.placed(), place, memory)
 
-        reads.start(partial(file.read_into, start, place.data), finish, staged_bytes=0 if straight else length)
+        reads.start(partial(self.read_of(file), start, place.data), finish, staged_bytes=0 if straight else length)
 
     def _is_straight(self, batch: Extents) -> bool:
         """True if a batch is one extent whose bytes are not cast, so that it is read directly into its place."""
@@ -281,7 +289,12 @@ _TILE_ELEMS = 1 << 18
 
 
 def read_strided(
-    file: SourceFile, offset: int, layout: Strides, itemsize_bytes: int, *, elements: tuple[int, int]
+    read_into: Callable[[int, memoryview], None],
+    offset: int,
+    layout: Strides,
+    itemsize_bytes: int,
+    *,
+    elements: tuple[int, int],
 ) -> ByteArray:
     """The elements `[low, high)`, in row-major order, of a tensor that lies strided in its file; the result is packed.
 
@@ -298,7 +311,7 @@ def read_strided(
     for start in range(first, last + 1, block_elems):
         count = min(block_elems, last + 1 - start)
         block = np.empty(count * itemsize_bytes, dtype=np.uint8)
-        file.read_into(offset + start * itemsize_bytes, block.data)
+        read_into(offset + start * itemsize_bytes, block.data)
         values = block.reshape(-1, itemsize_bytes)
         for begin, end in tiles:
             places = _places(layout, begin, end) - start
@@ -591,6 +604,7 @@ class TensorReader:
         saturate: bool = False,
         pool: Executor | None = None,
         counts: ReadCounts | None = None,
+        reads: RecordReads | None = None,
     ) -> None:
         """Make a reader; nothing is read yet.
 
@@ -600,12 +614,13 @@ class TensorReader:
             saturate: True to turn finite elements that would become infinite into the largest number of their sign.
             pool: The pool for concurrent reads, if any.
             counts: The object that counts read bytes and losses; None for a new one.
+            reads: The object that compares the records that are read with their CRC-32s, if they are compared.
         """
         self.counts = ReadCounts() if counts is None else counts
         self._files = checkpoint.files
         self._map = checkpoint.shard_map
         self._placer = Placer(kernel, self.counts.losses, saturate=saturate)
-        self._extents = ExtentReader(checkpoint.files, self._placer, self.counts, pool)
+        self._extents = ExtentReader(checkpoint.files, self._placer, self.counts, pool, reads)
         self._computed = ComputedElements(checkpoint.shard_map, kernel, self.elements, self.counts.losses)
         self._piece: Piece | None = None
         self._numbers: dict[Kind, int] = {}
@@ -748,12 +763,12 @@ class TensorReader:
     def _read_strided(self, item: ReadItem, pieces: Pieces, row: int, memory: ByteArray) -> None:
         """Read elements of a strided piece in parts, so that no second copy of a whole chunk is in memory."""
         kind, size = self._kind(item), item.dtype.itemsize_bytes
-        file, offset = self._files[int(pieces.file[row])], int(pieces.offset[row])
+        read_into, offset = self._extents.read_of(int(pieces.file[row])), int(pieces.offset[row])
         layout, itemsize = self._map.strides[int(pieces.strides[row])], kind.source.itemsize_bytes
         begin, end = int(pieces.begin[row]), int(pieces.end[row])
         for low in range(begin, end, STRIDED_ELEMS):
             stop = min(low + STRIDED_ELEMS, end)
-            data = read_strided(file, offset, layout, itemsize, elements=(low, stop))
+            data = read_strided(read_into, offset, layout, itemsize, elements=(low, stop))
             self.counts.read_bytes += len(data)
             target = memory[item.at + (low - item.begin) * size : item.at + (stop - item.begin) * size]
             self._placer.place_one(item.tensor, data, target, kind)

@@ -11,18 +11,23 @@ Source: xxHash 0.8 (XXH3, seed 0), as the package `xxhash` binds it. Not cryptog
 from __future__ import annotations
 
 import threading
+from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from operator import add
 from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from isal.isal_zlib import crc32_combine
 from pydantic import BeforeValidator, PlainSerializer, StringConstraints
 
 from reshard.errors import IntegrityError
+from reshard_engine.storage.crc32 import crc32
 
 BLOCK_BYTES = 256 << 10
 DIGEST_BYTES = 8
@@ -283,3 +288,196 @@ class CrcBoard:
                     return total
                 self._changed.wait()
         return None
+
+
+# CRC-32s of the records of a source, from the bytes that a run reads anyway.
+
+_MOST_SPANS = 1 << 16
+"""Number of separate spans whose CRC-32s are kept: about 20 MB. A record that would need more is not compared."""
+
+
+@dataclass(slots=True)
+class _PartlyRead:
+    """A record that is read in several pieces: the disjoint spans that were read, and their CRC-32s."""
+
+    begins: list[int] = field(default_factory=list[int])
+    """Begins of the spans that a thread has read, sorted, with their `ends`."""
+    ends: list[int] = field(default_factory=list[int])
+    sums: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    """(end, CRC-32) by begin; adjacent spans are joined."""
+    begin_of: dict[int, int] = field(default_factory=dict[int, int])
+    """The begin of the span in `sums` that ends there."""
+
+    def take(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Mark a range as read; returns those parts of it that were not read before."""
+        if self.ends and self.ends[-1] == low < high:  # in file order, as most records are read
+            self.ends[-1] = high
+            return [(low, high)]
+        first, last = bisect_left(self.ends, low), bisect_right(self.begins, high)
+        new: list[tuple[int, int]] = []
+        at = low
+        for begin, end in zip(self.begins[first:last], self.ends[first:last], strict=True):
+            if begin > at:
+                new.append((at, begin))
+            at = max(at, end)
+        if at < high:
+            new.append((at, high))
+        if first < last:
+            low, high = min(low, self.begins[first]), max(high, self.ends[last - 1])
+        self.begins[first:last], self.ends[first:last] = [low], [high]
+        return new
+
+    def put(self, low: int, high: int, crc: int) -> None:
+        """Keep the CRC-32 of a span that `take` returned."""
+        if low in self.begin_of:
+            begin = self.begin_of.pop(low)
+            crc = combine(self.sums.pop(begin)[1], crc, high - low)
+            low = begin
+        if high in self.sums:
+            end, after = self.sums.pop(high)
+            crc = combine(crc, after, end - high)
+            high = end
+        self.sums[low] = high, crc
+        self.begin_of[high] = low
+
+
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """The records of one file in file order."""
+
+    begins: array[int]
+    ends: array[int]
+    sums: array[int]
+
+    @classmethod
+    def of(cls, table: npt.NDArray[np.int64]) -> _Records:
+        offset, length, crc = (row.tolist() for row in table)
+        return cls(array("q", offset), array("q", map(add, offset, length)), array("q", crc))
+
+    def span(self, number: int) -> tuple[int, int]:
+        return self.begins[number], self.ends[number]
+
+
+_NO_RECORDS = _Records(array("q"), array("q"), array("q"))
+_UNREAD, _MATCHES, _DAMAGED, _NOT_COMPARED = range(4)
+
+
+class RecordReads:
+    """Compares the records of source files with their CRC-32s while a run reads them, in any order and any thread.
+
+    A byte that is read several times is summed once, so that the cost is one pass over the records that are read.
+    """
+
+    def __init__(self, tables: Sequence[npt.NDArray[np.int64] | None]) -> None:
+        """`tables` has for each file the offset, length and CRC-32 of its records (`SourceFile.checksums`)."""
+        # Of arrays, `bisect` takes a twentieth of the time of numpy's search, and a record takes 25 bytes.
+        self._tables = [_NO_RECORDS if t is None else _Records.of(t) for t in tables]
+        self._states = [bytearray(len(t.begins)) for t in self._tables]
+        self._open: dict[tuple[int, int], _PartlyRead] = {}
+        self._spans = 0
+        self._lock = threading.Lock()
+        self.damaged: list[tuple[int, int, int]] = []
+        """(file, offset, length) of each record that does not match its CRC-32."""
+        self.matching = 0
+        self.matching_bytes = 0
+        self.other_bytes = 0
+        """Bytes that were read outside of records with a CRC-32; those read twice count twice."""
+        self._abandoned_bytes = 0
+
+    @property
+    def records(self) -> int:
+        """The number of records that have a CRC-32, read or not."""
+        return sum(map(len, self._states))
+
+    @property
+    def in_part(self) -> int:
+        """The number of records of which some bytes were read, but which were not compared."""
+        return len(self._open) + sum(s.count(_NOT_COMPARED) for s in self._states)
+
+    @property
+    def in_part_bytes(self) -> int:
+        """The number of bytes that were read of those records."""
+        spans = ((e - b) for r in self._open.values() for b, e in zip(r.begins, r.ends, strict=True))
+        return sum(spans) + self._abandoned_bytes
+
+    def read_into(
+        self, file: int, read_into: Callable[[int, memoryview], None], offset: int, buffer: memoryview
+    ) -> None:
+        """Read bytes of a file with its own function, and sum them while they are in the cache."""
+        read_into(offset, buffer)
+        self.add(file, offset, buffer)
+
+    def add(self, file: int, offset: int, data: memoryview) -> None:
+        """Sum bytes of a file that were just read."""
+        records, states, end = self._tables[file], self._states[file], offset + len(data)
+        other = len(data)
+        number = bisect_right(records.ends, offset)
+        while other and number < len(states) and (begin := records.begins[number]) < end:
+            stop = records.ends[number]
+            low, high = max(begin, offset), min(stop, end)
+            other -= high - low
+            if states[number] == _UNREAD:
+                view = data[low - offset : high - offset]
+                if (low, high) == (begin, stop):
+                    self._judge(file, number, crc32(view))
+                else:
+                    self._add_part(file, number, low, view)
+            number += 1
+        if other:
+            with self._lock:
+                self.other_bytes += other
+
+    def _add_part(self, file: int, number: int, low: int, view: memoryview) -> None:
+        with self._lock:
+            if self._states[file][number] != _UNREAD:
+                return
+            part = self._open.setdefault((file, number), _PartlyRead())
+            new = part.take(low, low + len(view))
+        sums = [crc32(view[begin - low : end - low]) for begin, end in new]
+        begin, end = self._tables[file].span(number)
+        with self._lock:
+            if self._open.get((file, number)) is not part:
+                return
+            self._spans -= len(part.sums)
+            for (first, last), crc in zip(new, sums, strict=True):
+                part.put(first, last, crc)
+            self._spans += len(part.sums)
+            whole = part.sums.get(begin, (0, 0))
+            if self._spans > _MOST_SPANS:
+                self._close(file, number, _NOT_COMPARED)
+        if whole[0] == end:
+            self._judge(file, number, whole[1])
+
+    def _close(self, file: int, number: int, state: int) -> None:
+        self._states[file][number] = state
+        part = self._open.pop((file, number), None)
+        if part is not None:
+            self._spans -= len(part.sums)
+            if state == _NOT_COMPARED:
+                self._abandoned_bytes += sum(e - b for b, e in zip(part.begins, part.ends, strict=True))
+
+    def _judge(self, file: int, number: int, crc: int) -> None:
+        begin, end = self._tables[file].span(number)
+        expected = self._tables[file].sums[number]
+        with self._lock:
+            if self._states[file][number] != _UNREAD:
+                return
+            self._close(file, number, _MATCHES if crc == expected else _DAMAGED)
+            if crc != expected:
+                self.damaged.append((file, begin, end - begin))
+                return
+            self.matching += 1
+            self.matching_bytes += end - begin
+
+    def unread(self, *, most_bytes: Callable[[int], int]) -> Iterator[tuple[int, int, int]]:
+        """(file, begin, end) of what is missing of records that were read in part.
+
+        Args:
+            most_bytes: For the length of a record the number of missing bytes up to which it is worth completing.
+        """
+        for (file, number), part in sorted(self._open.items(), key=lambda item: item[0]):
+            begin, end = self._tables[file].span(number)
+            edges = [begin, *(at for pair in zip(part.begins, part.ends, strict=True) for at in pair), end]
+            gaps = [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
+            if sum(high - low for low, high in gaps) <= most_bytes(end - begin):
+                yield from ((file, low, high) for low, high in gaps)

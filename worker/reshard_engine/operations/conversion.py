@@ -6,7 +6,8 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -23,7 +24,15 @@ from reshard.errors import (
     listed,
     printable,
 )
-from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, PinnedFile, Progress, SavedPlan
+from reshard.models.jobs import (
+    ConvertRequest,
+    ConvertResult,
+    FileEntry,
+    PinnedFile,
+    Progress,
+    SavedPlan,
+    SourceCheck,
+)
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.execute.casts.placing import default_kernel
@@ -36,7 +45,7 @@ from reshard_engine.execute.checks.commit import (
     with_pins,
 )
 from reshard_engine.execute.checks.full import FullVerification
-from reshard_engine.execute.checks.source import check_agreements, check_source
+from reshard_engine.execute.checks.source import check_agreements, check_source, complete_records, source_check
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.server_copy import ServerCopier
@@ -350,6 +359,21 @@ def sink_for(target: Location) -> Sink | None:
     return sink_at(target, known=known_files())
 
 
+@contextmanager
+def damage_discarded(target: Location, plan: Plan) -> Generator[None]:
+    """Remove what a conversion has written if a record of its source does not match its CRC-32.
+
+    Finished units may have bytes of the record, and no journal records which: the next attempt must keep none of them.
+    """
+    try:
+        yield
+    except SourceError as error:
+        if error.code == "zip.crc" and (sink := sink_for(target)) is not None:
+            with suppress(ReshardError):  # the caller already gets the first failure
+                sink.discard({plan.digest})
+        raise
+
+
 def _refuse_overlap(target: Location, sink: Sink, checkpoint: Checkpoint, *, wanted: str) -> None:
     """Refuse a target that equals, contains, or lies in the checkpoint; local links are resolved on both sides.
 
@@ -464,29 +488,32 @@ class Conversion:
         """
         if (done := self.finished_before(on_progress, should_stop)) is not None:
             return done
-        try:
-            return self._run(on_progress, should_stop)
-        except StorageError as error:
-            if error.code != "storage.no_space" or self.ownership.is_recorded:
+        with damage_discarded(self.target, self.plan):
+            try:
+                return self._run(on_progress, should_stop)
+            except StorageError as error:
+                if error.code != "storage.no_space" or self.ownership.is_recorded:
+                    raise
+                raise StorageError(
+                    error.code,
+                    f"{error.message}; finished work is kept, and nothing exists at {printable(self.target.url)} yet"
+                    if not self.request.overwrite
+                    else f"{error.message}; finished work is kept",
+                    fix=error.fix + f"; to give it up: reshard clean {shlex.quote(self.target.url)}",
+                ) from error
+            except RequestError as error:
+                # Another process may have finished this conversion since the last check.
+                if error.code in {"request.target_exists", "request.target_busy"} and (
+                    done := self.finished_by_others()
+                ):
+                    return done
                 raise
-            raise StorageError(
-                error.code,
-                f"{error.message}; finished work is kept, and nothing exists at {printable(self.target.url)} yet"
-                if not self.request.overwrite
-                else f"{error.message}; finished work is kept",
-                fix=error.fix + f"; to give it up: reshard clean {shlex.quote(self.target.url)}",
-            ) from error
-        except RequestError as error:
-            # Another process may have finished this conversion since the last check.
-            if error.code in {"request.target_exists", "request.target_busy"} and (done := self.finished_by_others()):
-                return done
-            raise
-        except JobError:
-            # The caller may have stopped this process because another one owns the conversion, and has ended it.
-            self.sink.suspect()
-            raise
-        finally:
-            self.sink.close()
+            except JobError:
+                # The caller may have stopped this process because another one owns the conversion, and has ended it.
+                self.sink.suspect()
+                raise
+            finally:
+                self.sink.close()
 
     def examine(self) -> None:
         """Refuse a target that exists, that another process is writing, or that would move `latest` back.
@@ -580,6 +607,7 @@ class Conversion:
         seconds: dict[str, float],
         should_stop: Callable[[], bool] | None,
         *,
+        alone: bool = True,
         verifying: Callable[..., FullVerification] = FullVerification,
     ) -> ConvertResult:
         """Run what no worker has run yet, verify, and commit.
@@ -590,6 +618,7 @@ class Conversion:
             disagreements: Between the replicas of the source.
             seconds: The time that each phase took so far.
             should_stop: As in `run`.
+            alone: True if no other worker ran units of this attempt.
             verifying: Makes what verifies source and output with `--verify full`.
 
         Raises:
@@ -603,6 +632,10 @@ class Conversion:
         if self.request.verify is VerifyLevel.FULL:
             full = verifying(self.checkpoint, self.layout, plan, self.sink, should_stop=stop_check(should_stop))
             full.before_publishing(lambda: self._manifest(executor, disagreements))
+        else:
+            # What an earlier attempt has read of a record is not read again, so that the rest of it is read here.
+            every = alone and executor.progress.resumed_bytes > 0
+            complete_records(self.checkpoint, executor.source_reads, stop_check(should_stop), every=every)
         self._prove_structure(executor, commit=False)
         prove_source_unchanged(self.checkpoint)
         clock = _lap(seconds, "verify", clock)
@@ -635,6 +668,7 @@ class Conversion:
             not_carried=manifest.not_carried,
             casts=manifest.casts,
             verification=manifest.verification,
+            source_check=source_check(executor.source_reads) if full is None else _full_check(manifest),
         )
 
     def _prove_structure(self, executor: Executor, *, commit: bool) -> None:
@@ -721,6 +755,13 @@ def overflow_warnings(plan: Plan, records: Mapping[int, UnitRecord]) -> list[str
     became = "the largest number of" if plan.on_overflow is OverflowPolicy.SATURATE else "infinite in"
     lost = {c.fqn: c.overflowed for c in casts_of(records) if c.overflowed}
     return [f"{counted(count, 'element')} of {fqn} became {became} the narrower type" for fqn, count in lost.items()]
+
+
+def _full_check(manifest: Manifest) -> SourceCheck:
+    """The comparison of `--verify full`."""
+    total = sum(s.size_bytes for s in manifest.sources)
+    other = sum(s.uncovered_bytes or 0 for s in manifest.sources)
+    return SourceCheck(read_bytes=total, matching_bytes=total - other)
 
 
 def _lap(seconds: dict[str, float], phase: str, clock: float) -> float:

@@ -26,7 +26,7 @@ from reshard_engine.execute.checks.source import check_agreements
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.sinks.protocol import Sink
-from reshard_engine.operations.conversion import Conversion, Ownership, sink_for
+from reshard_engine.operations.conversion import Conversion, Ownership, damage_discarded, sink_for
 from reshard_engine.operations.shared_checks import AgreementChecks, CheckHelper, SharedVerification
 from reshard_engine.plan.model import RecordPart, Unit
 from reshard_engine.spans import begin_span
@@ -166,7 +166,7 @@ class _SharedConversion:
         sink.make_parent()
         worker = self._worker(sink)
         after = tries = 0
-        with _ticking(worker):
+        with damage_discarded(conversion.target, conversion.plan), _ticking(worker):
             while True:
                 try:
                     return self._attempt(worker, after)
@@ -276,7 +276,9 @@ class _SharedConversion:
                 return finished  # the one that was elected before died after its commit
             executor.absorb([r for r in worker.others_records() if r.belongs_to(plan)])
             verifying = partial(SharedVerification, worker=worker, threads=conversion.threads)
-            result = conversion.conclude(executor, resumed, warnings, seconds, self.should_stop, verifying=verifying)
+            result = conversion.conclude(
+                executor, resumed, warnings, seconds, self.should_stop, alone=False, verifying=verifying
+            )
             return result.model_copy(update={"share": worker.runs.share})
         except (SourceError, IntegrityError) as error:
             if not error.retryable:

@@ -23,10 +23,11 @@ from huggingface_hub import CommitOperationAdd
 
 from reshard.choices import CARD_TARGETS, VerifyLevel
 from reshard.errors import IntegrityError, RequestError, SourceError, listed, printable
-from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Progress
+from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Progress, SourceCheck
 from reshard.models.reports import PushResult
 from reshard_engine.execute.casts.placing import default_kernel
 from reshard_engine.execute.checks.commit import build_manifest, prove_complete, prove_structure, with_pins
+from reshard_engine.execute.checks.source import complete_records, source_check
 from reshard_engine.execute.checks.unit_sums import AbandonedError
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
@@ -192,6 +193,7 @@ class Upload:
         self._lock = threading.Lock()
         self._sent_bytes = 0
         self._seconds: dict[str, float] = {}
+        self._source_check: SourceCheck | None = None
 
     @classmethod
     def prepare(cls, request: ConvertRequest) -> Upload:
@@ -283,6 +285,8 @@ class Upload:
             executor.run([u for u in plan.units if u.commit is commit], self._threads, phase="running")
             prove_structure(Location(_Files(made), "/", "/"), self.layout.files, executor.records, commit=commit)
         prove_complete(plan, executor.records)
+        complete_records(self.checkpoint, executor.source_reads, stop_check(self._should_stop), every=False)
+        self._source_check = source_check(executor.source_reads)
         made.prove_unchanged()
         manifest = build_manifest(
             self.checkpoint,
@@ -352,6 +356,7 @@ class Upload:
             not_carried=manifest.not_carried,
             casts=manifest.casts,
             verification=manifest.verification,
+            source_check=self._source_check,
         )
 
 

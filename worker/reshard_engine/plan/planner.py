@@ -6,6 +6,9 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from reshard.errors import RequestError, counted
 from reshard.models.jobs import ConvertRequest
 from reshard.options import ConversionOptions, FormatOptions, decides_bytes
@@ -157,12 +160,12 @@ def _even(begin: int, end: int, most: int) -> list[tuple[int, int]]:
     return [(low, high - low) for low, high in zip(edges, [*edges[1:], end], strict=True)] if edges else []
 
 
-def _proof(checksums: Sequence[tuple[int, int, int]], offset: int, length: int) -> RecordSum | None:
+def _proof(checksums: npt.NDArray[np.int64] | None, offset: int, length: int) -> RecordSum | None:
     """The record that holds a range, if the rest of the record is at most half as long as the range; else None."""
-    index = bisect_right(checksums, offset, key=lambda c: c[0]) - 1
-    if index < 0:
+    index = -1 if checksums is None else int(np.searchsorted(checksums[0], offset, side="right")) - 1
+    if checksums is None or index < 0:
         return None
-    start, size, crc32 = checksums[index]
+    start, size, crc32 = checksums[:, index].tolist()
     inside = offset + length <= start + size
     return RecordSum(start, size, crc32) if inside and 2 * (size - length) <= length else None
 

@@ -13,13 +13,14 @@ import numpy as np
 
 from reshard.choices import ReplicaPolicy
 from reshard.errors import SourceError, counted, printable
+from reshard.models.jobs import SourceCheck
 from reshard_engine.checkpoint import Agreement, Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import checksummed_spans
 from reshard_engine.execute.casts.cast import are_nan
 from reshard_engine.execute.casts.placing import default_kernel
 from reshard_engine.execute.gather import TensorReader
-from reshard_engine.integrity.checksums import Sha256
+from reshard_engine.integrity.checksums import RecordReads, Sha256
 from reshard_engine.storage.crc32 import crc32, pieces_of
 
 SOURCE_THREADS = 4
@@ -58,15 +59,73 @@ def judge_source(checkpoint: Checkpoint, outcomes: Sequence[SourceOutcome]) -> d
     Raises:
         SourceError: `zip.crc`, which lists the damaged records.
     """
-    damaged = [name for _, names in outcomes for name in names]
-    if damaged:
-        listed = ", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else "")
-        raise SourceError(
-            "zip.crc",
-            f"{len(damaged)} records of the source do not match their CRC-32: {listed}",
-            fix="copy the checkpoint again; if the original is damaged too, use an older one",
-        )
+    _refuse([name for _, names in outcomes for name in names])
     return {f.name: sums for f, (sums, _) in zip(checkpoint.files, outcomes, strict=True)}
+
+
+def _refuse(damaged: Sequence[str]) -> None:
+    if not damaged:
+        return
+    listed = ", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else "")
+    count = counted(len(damaged), "record of the source does", "records of the source do")
+    raise SourceError(
+        "zip.crc",
+        f"{count} not match the CRC-32 in the archive: {listed}",
+        fix="copy the checkpoint again; if the original is damaged too, use an older one",
+    )
+
+
+def refuse_damaged(checkpoint: Checkpoint, reads: RecordReads) -> None:
+    """Refuse a source with a record that a run has read and that does not match its CRC-32.
+
+    Raises:
+        SourceError: `zip.crc`, which lists the damaged records.
+    """
+    _refuse([f"{printable(checkpoint.files[f].name)} bytes {offset}+{length}" for f, offset, length in reads.damaged])
+
+
+COMPLETED_BYTES = 64 << 10
+COMPLETED_SHARE = 64
+"""A record is read to its end if at most this many bytes, or this share of it, are missing."""
+
+
+def complete_records(
+    checkpoint: Checkpoint, reads: RecordReads, should_stop: Callable[[], None], *, every: bool
+) -> None:
+    """Read what is missing of records that a run has read in part, and compare them.
+
+    ZeRO pads a partition, and no target takes its padding, so a run reads nearly all of such a record.
+
+    Args:
+        checkpoint: The source.
+        reads: The records that the run has read.
+        should_stop: Raises to stop.
+        every: True to complete all records that were read in part, and not only those of which little is missing.
+
+    Raises:
+        SourceError: `zip.crc`, which lists the damaged records.
+    """
+
+    def most_bytes(length: int) -> int:
+        return length if every else max(COMPLETED_BYTES, length // COMPLETED_SHARE)
+
+    for file, begin, end in list(reads.unread(most_bytes=most_bytes)):
+        for at, view in pieces_of(checkpoint.files[file].read_into, begin, end):
+            should_stop()
+            reads.add(file, at, view)
+    refuse_damaged(checkpoint, reads)
+
+
+def source_check(reads: RecordReads) -> SourceCheck:
+    """What a run has compared of its source, for its result."""
+    return SourceCheck(
+        records=reads.records,
+        matching=reads.matching,
+        in_part=reads.in_part,
+        read_bytes=reads.matching_bytes + reads.in_part_bytes + reads.other_bytes,
+        matching_bytes=reads.matching_bytes,
+        without_crc_bytes=reads.other_bytes,
+    )
 
 
 def check_file(file: SourceFile, should_stop: Callable[[], None]) -> SourceOutcome:
