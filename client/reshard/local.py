@@ -140,6 +140,10 @@ class Loading(Protocol):
         """Make a directory of stubs, which stand for the files of the request's target, at the target."""
         ...
 
+    def stub_home(self) -> AbstractContextManager[str]:
+        """A temporary directory for stubs; those that killed processes left are removed first."""
+        ...
+
     def serving(self, made: Sequence[Any]) -> AbstractContextManager[None]:
         """Let frameworks of this process load stubs as if they were files."""
         ...

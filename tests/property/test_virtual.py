@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import io
 import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 import reshard
 from house.expected import raised
 from house.repository import ROOT
-from reshard.errors import RequestError, StorageError
+from house.waiting import PATIENCE_S
+from reshard.errors import RequestError, SourceError, StorageError
 from reshard_engine.operations.virtual import checkpoint as virtual
 
 DATA = ROOT / "tests" / "data"
@@ -134,3 +143,130 @@ def test_files_outside_are_refused(opened: tuple[Any, dict[str, bytes]]) -> None
     assert raised(StorageError, layout.read, path, -1, 1).code == "storage.protocol"
     with pytest.raises(TypeError, match="overwrite"):
         reshard.open_layout(DATA / "zero3_tiny", to="zero", overwrite=True)
+
+
+# -- files that programs open by path: `reshard.direct` -------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return shutil.copytree(DATA / "zero2_tiny", tmp_path / "source")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of temporary directories."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    return place
+
+
+def optimizer_file(path: str) -> Path:
+    return next(Path(path).rglob("*_optim_states.pt"))
+
+
+def test_blocks_that_overlap_leave_torch_as_it_was(source: Path, home: Path) -> None:
+    load, engine = torch.load, import_module("deepspeed").DeepSpeedEngine
+    create_stream, load_checkpoint = FileSystem.create_stream, engine.load_checkpoint
+    first = reshard.direct(source, to="zero", dp=1)
+    second = reshard.direct(source, to="zero", dp=3)
+    first.__enter__()
+    path = second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.load(optimizer_file(path), weights_only=False)["optimizer_state_dict"]
+    second.__exit__(None, None, None)
+    assert (torch.load, FileSystem.create_stream, engine.load_checkpoint) == (load, create_stream, load_checkpoint)
+    assert list(home.iterdir()) == []
+
+
+def test_blocks_of_several_threads_share_one_patch(source: Path, home: Path) -> None:
+    load, here = torch.load, threading.Barrier(4, timeout=PATIENCE_S)
+
+    def use(dp: int) -> bool:
+        with reshard.direct(source, to="zero", dp=dp) as path:
+            here.wait()
+            return bool(torch.load(optimizer_file(path), weights_only=False))
+
+    for _ in range(2):
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(use, range(1, 5)))
+        assert torch.load is load
+
+
+def test_a_patch_of_somebody_else_stays(source: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch, "load", torch.load)  # puts it back after the test
+    with reshard.direct(source, to="zero", dp=3):
+        ours = torch.load
+
+        def theirs(*arguments: Any, **more: Any) -> Any:
+            calls.append(arguments)
+            return ours(*arguments, **more)
+
+        torch.load = theirs  # type: ignore[assignment]
+    assert torch.load is theirs
+    with reshard.direct(source, to="zero", dp=3) as path:
+        assert torch.load(optimizer_file(path), weights_only=False)
+    assert torch.load is theirs
+    assert calls
+
+
+@pytest.mark.parametrize("change", ["longer", "gone"])
+@pytest.mark.parametrize("way", ["direct", "layout"])
+def test_a_source_that_changes_while_it_is_loaded_is_named(source: Path, home: Path, change: str, way: str) -> None:
+    """torch asks for bytes a second time after an error, and then reports that `read` does not exist."""
+
+    def spoil() -> None:
+        for file in source.rglob("*_optim_states.pt"):
+            if change == "gone":
+                file.unlink()
+            else:
+                file.write_bytes(file.read_bytes() + b"x")
+
+    code = "source.not_found" if change == "gone" else "source.changed"
+    if way == "direct":
+        with reshard.direct(source, to="zero", dp=3) as path:
+            spoil()
+            with pytest.raises(SourceError) as caught:
+                torch.load(optimizer_file(path), weights_only=False)
+        assert caught.value.code == code
+        return
+    with reshard.open_layout(source, to="zero", dp=3) as layout:
+        name = next(f.path for f in layout.files if f.path.endswith("_optim_states.pt"))
+        spoil()
+        file = layout.open(name)
+        for read in (lambda: torch.load(file, weights_only=False), file.read, file.read):
+            file.seek(0)
+            with pytest.raises(SourceError) as caught:
+                read()
+            assert caught.value.code == code
+
+
+def test_directories_of_killed_processes_are_removed_and_others_stay(source: Path, home: Path) -> None:
+    program = (
+        "import sys, tempfile, reshard\n"
+        "tempfile.tempdir = sys.argv[2]\n"
+        "with reshard.direct(sys.argv[1], to='zero', dp=3) as path:\n"
+        "    print(path, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(source), str(home)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        # Imports of DeepSpeed may write lines before it.
+        stubs = Path(next(line.strip() for line in child.stdout if line.startswith(str(home))))
+        with reshard.direct(source, to="zero", dp=3):
+            assert stubs.exists()
+    finally:
+        child.kill()
+        child.communicate(timeout=PATIENCE_S)
+    assert stubs.exists()
+    (home / "reshard-stubs-of-the-user").symlink_to(source)
+    with reshard.direct(source, to="zero", dp=3):
+        assert not stubs.exists()
+    assert [p.name for p in home.iterdir()] == ["reshard-stubs-of-the-user"]
+    assert source.exists()

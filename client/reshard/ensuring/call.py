@@ -14,7 +14,6 @@ import atexit
 import hashlib
 import os
 import shlex
-import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -254,7 +253,7 @@ def _opened(src: str | os.PathLike[str], wanted: Wanted, tag: str | None, *, com
         )
     found = find_source(path, tag, for_another_run=wanted.loader.kind is not None)
     maker = DirectLoader(compare=compare)
-    with tempfile.TemporaryDirectory(prefix="reshard-", ignore_cleanup_errors=True) as place:
+    with maker.home() as place:
         task = _Task(wanted, maker, Deadline(None), Sharing(EnsureWorkers.ONE, Launch.of({}), possible=False))
         path = _Local(task, os.fspath(src), found, place).open(place)
         with maker.serving():

@@ -7,7 +7,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -185,6 +185,10 @@ class DirectLoader(LocalConverter):
         """Lay the target out, and make its stubs. The other arguments have nothing to say."""
         with _fixes_for_ensure(request.source, _flags_of(request)):
             self._stubs.append(load_engine().loading().stubs(request, compare=self._compare))
+
+    def home(self) -> AbstractContextManager[str]:
+        """A temporary directory for the targets."""
+        return load_engine().loading().stub_home()
 
     @contextmanager
     def serving(self) -> Generator[None]:

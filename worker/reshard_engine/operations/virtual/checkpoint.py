@@ -22,7 +22,7 @@ import numpy as np
 from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]  # it has none
 
 from reshard.choices import OverflowPolicy
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, ReshardError, printable
 from reshard.functions import open_layout
 from reshard.models.jobs import ConvertRequest, FileEntry, NotCarried
 from reshard_engine.checkpoint import Checkpoint
@@ -541,7 +541,7 @@ class VirtualCheckpoint:
     def open(self, path: str) -> BinaryIO:
         """The file at this path as an open file."""
         raw = _VirtualFile(partial(self.read_into, path), self.file(path).template, stops=True)
-        return cast("BinaryIO", io.BufferedReader(raw, _BUFFER_BYTES))
+        return cast("BinaryIO", _BufferedFile(raw, _BUFFER_BYTES))
 
     def open_raw(self, path: str, read: Callable[[int, memoryview], None]) -> io.RawIOBase:
         """The file at this path without a buffer, for `torch.load`, which reads each record by one call.
@@ -604,6 +604,8 @@ class _VirtualFile(io.RawIOBase):
         self._read, self._template, self._size_bytes = read, template, template.size_bytes
         self._stops = stops
         self._at = 0
+        self.failed: ReshardError | None = None
+        """The error of the last read; None if it succeeded."""
 
     def readable(self) -> bool:
         return True
@@ -627,10 +629,47 @@ class _VirtualFile(io.RawIOBase):
         bodies = self._template.bodies_in(self._at, self._at + count) if self._stops else ()
         if bodies and bodies[0].offset > self._at:
             count = bodies[0].offset - self._at
+        self.failed = None
         if count:
-            self._read(self._at, view[:count])
+            try:
+                self._read(self._at, view[:count])
+            except ReshardError as error:
+                self.failed = error
+                raise
         self._at += count
         return count
+
+    def read(self, size: int = -1, /) -> bytes | None:
+        """Read as `io.RawIOBase` does. After a `readinto` that failed, raise its error.
+
+        torch calls this while the error of `readinto` is set, and then any method of the interpreter's own fails
+        with another error. Source: torch 2.13.0 `torch/csrc/jit/python/init.cpp` (`BufferAdapter`).
+        """
+        error, self.failed = self.failed, None
+        if error is not None:
+            raise error
+        try:
+            return super().read(size)
+        finally:
+            self.failed = None
+
+
+class _BufferedFile(io.BufferedReader):
+    """A buffered virtual file, whose `read` is as that of `_VirtualFile`."""
+
+    def __init__(self, raw: _VirtualFile, buffer_bytes: int) -> None:
+        super().__init__(cast("io.RawIOBase", raw), buffer_bytes)
+        self._source = raw
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read as `io.BufferedReader` does. After a `readinto` that failed, raise its error."""
+        error, self._source.failed = self._source.failed, None
+        if error is not None:
+            raise error
+        try:
+            return super().read(size)
+        finally:
+            self._source.failed = None
 
 
 # A virtual checkpoint as a read-only file system of fsspec, `reshard://`, for everything that takes one.

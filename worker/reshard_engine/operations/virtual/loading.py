@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
+import shutil
+import stat
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,6 +33,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from reshard.choices import TargetFormat
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, printable
 from reshard.models.jobs import ConvertRequest
+from reshard_engine.execute.sinks.leftovers import locked, remove_unless_held
 from reshard_engine.formats.registry import format_writing
 from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 from reshard_engine.storage.urls import is_within
@@ -131,9 +136,32 @@ class StubDirectory:
 
     @contextmanager
     def open(self, name: str) -> Generator[io.RawIOBase]:
-        """Open a file of the virtual checkpoint, whose reads keep their errors."""
-        with self.layout.open_raw(name, partial(self._read, name)) as file:
-            yield file
+        """Open a file of the virtual checkpoint, whose reads keep their errors.
+
+        torch answers an error of `readinto` by a call of `read`, whose error is another one. So whatever the block
+        raises after a failed read is raised as the error of that read.
+
+        Source: torch 2.13.0 `torch/csrc/jit/python/init.cpp` (`BufferAdapter::getBytes`); verified by running.
+
+        Raises:
+            ReshardError: The error of the first read that failed.
+        """
+        failed: list[ReshardError] = []
+
+        def read(offset: int, buffer: memoryview) -> None:
+            try:
+                self._read(name, offset, buffer)
+            except ReshardError as error:
+                failed.append(error)
+                raise
+
+        with self.layout.open_raw(name, read) as file:
+            try:
+                yield file
+            except Exception as error:
+                if failed and error is not failed[0]:
+                    raise failed[0] from error
+                raise
 
     def load(self, name: str, load: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         """The contents of a file, as `torch.load` with these arguments makes them.
@@ -429,11 +457,53 @@ def load_into_deepspeed(
     Raises:
         ReshardError: See `together`. After an error of the source the engine holds no state to train on.
     """
-    with tempfile.TemporaryDirectory(prefix="reshard-", ignore_cleanup_errors=True) as place:
+    with stub_home() as place:
         made = stubs(request, compare=compare, home=place)
         with serving([made]):
             together(lambda: _prove_order_of_experts(engine, made.layout))
             return cast("tuple[Any, Any]", engine.load_checkpoint(place, os.path.basename(made.directory), **arguments))
+
+
+_HOME = "reshard-stubs-"
+_JOURNAL = ".journal"
+"""The file beside a directory that a process locks as long as it uses it (`remove_unless_held`)."""
+
+
+@contextmanager
+def stub_home() -> Generator[str]:
+    """A temporary directory for stubs. What processes that were killed left of theirs is removed first."""
+    parent = tempfile.gettempdir()
+    _remove_abandoned(parent)
+    place = os.path.join(parent, f"{_HOME}{secrets.token_hex(8)}")
+    while (lock := locked(place + _JOURNAL)) < 0:  # another process that cleans up is faster than this one
+        place = os.path.join(parent, f"{_HOME}{secrets.token_hex(8)}")
+    try:
+        os.mkdir(place, 0o700)
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(place + _JOURNAL)
+        os.close(lock)
+
+
+def _remove_abandoned(parent: str) -> None:
+    """Remove directories of stubs of this user whose processes are gone: the lock tells."""
+    with suppress(OSError):
+        for name in {n.removesuffix(_JOURNAL) for n in os.listdir(parent) if n.startswith(_HOME)}:
+            place = os.path.join(parent, name)
+            if all(_is_own(path) for path in (place, place + _JOURNAL) if os.path.lexists(path)):
+                with suppress(OSError):
+                    remove_unless_held(place)
+
+
+def _is_own(path: str) -> bool:
+    """True for a directory or a file of this user; a link may lead anywhere."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode)
 
 
 def stubs(request: ConvertRequest, *, compare: bool, home: str | None = None) -> StubDirectory:
@@ -484,72 +554,108 @@ def _load_all(engine: Any, load: Callable[[], _Value], made: Sequence[StubDirect
 def serving(made: Sequence[StubDirectory]) -> Generator[None]:
     """Let `torch.load`, torch's distributed checkpoints and engines of DeepSpeed load stubs as if they were files.
 
+    Blocks may overlap, in one thread or several: all of them share one set of patches, which the last one removes.
+
     Args:
         made: The directories. They are closed after the block.
     """
+    try:
+        _SERVED.enter(made)
+        yield
+    finally:
+        _SERVED.leave(made)
+        for one in made:
+            one.layout.close()
 
-    def found(path: object) -> tuple[StubDirectory, str] | None:
+
+class _Served:
+    """The directories of stubs that this process serves at the moment, and the patches that serve them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._directories: tuple[StubDirectory, ...] = ()
+        self._undo: dict[str, Callable[[], None]] = {}
+
+    def enter(self, made: Sequence[StubDirectory]) -> None:
+        with self._lock:
+            if "torch" not in self._undo:
+                self._undo["torch"] = self._patch_torch()
+            if "deepspeed" not in self._undo and any(one.to is TargetFormat.ZERO for one in made):
+                self._undo["deepspeed"] = self._patch_deepspeed()
+            self._directories += tuple(made)
+
+    def leave(self, made: Sequence[StubDirectory]) -> None:
+        with self._lock:
+            self._directories = tuple(d for d in self._directories if all(d is not one for one in made))
+            while not self._directories and self._undo:
+                self._undo.popitem()[1]()
+
+    def _find(self, path: object) -> tuple[StubDirectory, str] | None:
         if not isinstance(path, str | os.PathLike):
             return None
         place = cast("str | os.PathLike[str]", path)
-        return next(((one, name) for one in made if (name := one.file_of(place)) is not None), None)
+        return next(((one, name) for one in self._directories if (name := one.file_of(place)) is not None), None)
 
-    load: Callable[..., Any] = torch.load
-    create_stream: Any = FileSystem.create_stream  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    def _patch_torch(self) -> Callable[[], None]:
+        load: Callable[..., Any] = torch.load
+        create_stream: Any = FileSystem.create_stream  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
-    @wraps(load)
-    def load_stub(f: Any, *arguments: Any, **more: Any) -> Any:
-        stub = found(f)
-        if stub is None:
-            return load(f, *arguments, **more)
-        return stub[0].load(stub[1], load, *arguments, **more)
+        @wraps(load)
+        def load_stub(f: Any, *arguments: Any, **more: Any) -> Any:
+            stub = self._find(f)
+            if stub is None:
+                return load(f, *arguments, **more)
+            return stub[0].load(stub[1], load, *arguments, **more)
 
-    @contextmanager
-    def stream_of_stub(self: FileSystem, path: str | os.PathLike[str], mode: str) -> Generator[Any]:
-        stub = found(path) if mode == "rb" else None
-        if stub is None:
-            with create_stream(self, path, mode) as stream:
-                yield stream
-            return
-        with stub[0].open(stub[1]) as file:
-            yield io.BufferedReader(file)
+        @contextmanager
+        def stream_of_stub(file_system: FileSystem, path: str | os.PathLike[str], mode: str) -> Generator[Any]:
+            stub = self._find(path) if mode == "rb" else None
+            if stub is None:
+                with create_stream(file_system, path, mode) as stream:
+                    yield stream
+                return
+            with stub[0].open(stub[1]) as file:
+                yield io.BufferedReader(file)
 
-    with ExitStack() as undo:
-        undo.enter_context(_set(torch, "load", load_stub))
-        undo.enter_context(_set(FileSystem, "create_stream", stream_of_stub))
-        if any(one.to is TargetFormat.ZERO for one in made):
-            undo.enter_context(_agreeing(made))
-        try:
-            yield
-        finally:
-            for one in made:
-                one.layout.close()
+        undo_load = _set(torch, "load", load_stub)
+        undo_stream = _set(FileSystem, "create_stream", stream_of_stub)
 
+        def undo() -> None:
+            undo_load()
+            undo_stream()
 
-@contextmanager
-def _agreeing(made: Sequence[StubDirectory]) -> Generator[None]:
-    """Have `load_checkpoint` of DeepSpeed's engines raise on all processes what a stub's reads raise on one."""
-    engine: Any = import_module("deepspeed").DeepSpeedEngine
-    load: Callable[..., Any] = engine.load_checkpoint
+        return undo
 
-    @wraps(load)
-    def load_checkpoint(self: Any, load_dir: str, *arguments: Any, **more: Any) -> Any:
-        inside = [one for one in made if one.lies_in(load_dir)]
-        call = partial(load, self, load_dir, *arguments, **more)
-        return _load_all(self, call, inside) if inside else call()
+    def _patch_deepspeed(self) -> Callable[[], None]:
+        """Have `load_checkpoint` of DeepSpeed's engines raise on all processes what a stub's reads raise on one."""
+        engine: Any = import_module("deepspeed").DeepSpeedEngine
+        load: Callable[..., Any] = engine.load_checkpoint
 
-    with _set(engine, "load_checkpoint", load_checkpoint):
-        yield
+        @wraps(load)
+        def load_checkpoint(self_: Any, load_dir: str, *arguments: Any, **more: Any) -> Any:
+            inside = [one for one in self._directories if one.lies_in(load_dir)]
+            call = partial(load, self_, load_dir, *arguments, **more)
+            return _load_all(self_, call, inside) if inside else call()
+
+        return _set(engine, "load_checkpoint", load_checkpoint)
 
 
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Generator[None]:
+_SERVED = _Served()
+
+
+def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Replace an attribute; returns the function that puts it back, unless somebody else has replaced it since.
+
+    A patch of somebody else calls ours, which without directories calls what was there before.
+    """
     before = getattr(owner, name)
     setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+
+    def undo() -> None:
+        if getattr(owner, name) is value:
+            setattr(owner, name, before)
+
+    return undo
 
 
 def _same_source(layout: VirtualCheckpoint) -> None:
