@@ -16,7 +16,7 @@ import boto3
 import pytest
 import torch
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from google.protobuf import json_format
 from in_toto_attestation.v1 import statement as in_toto
 from model_signing import verifying
@@ -151,6 +151,57 @@ def test_a_tampered_statement_is_refused(what: str, place: Path) -> None:
         certificate.write_text(json.dumps(bundle))
     else:
         certificate.write_text(json.dumps({**bundle, "dsseEnvelope": []}))
+    assert refusal(lambda: check(place)) == "integrity.signature"
+
+
+def of_the_bundle(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def write(certificate: Path) -> None:
+        bundle = json.loads(certificate.read_text())
+        change(bundle)
+        certificate.write_text(json.dumps(bundle))
+
+    return write
+
+
+def of_the_statement(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return lambda certificate: edited(certificate, change, certificate.parent / "seal.key")
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "no JSON": lambda c: c.write_bytes(b"\xff{"),
+    "a list": lambda c: c.write_text("[]"),
+    "deep": lambda c: c.write_text(DEEP),
+    "keyid null": of_the_bundle(lambda b: b["dsseEnvelope"]["signatures"][0].update(keyid=None)),
+    "keyid a list": of_the_bundle(lambda b: b["dsseEnvelope"]["signatures"][0].update(keyid=[1])),
+    "signature a number": of_the_bundle(lambda b: b["dsseEnvelope"]["signatures"][0].update(sig=1)),
+    "signatures an object": of_the_bundle(lambda b: b["dsseEnvelope"].update(signatures={"a": 1})),
+    "payload a number": of_the_bundle(lambda b: b["dsseEnvelope"].update(payload=5)),
+    "type a surrogate": of_the_bundle(lambda b: b["dsseEnvelope"].update(payloadType="\ud800")),
+    "type null": of_the_bundle(lambda b: b["dsseEnvelope"].update(payloadType=None)),
+    "file names are numbers": of_the_statement(lambda s: [r.update(name=1) for r in s["predicate"]["resources"]]),
+    "the subject's name is a number": of_the_statement(lambda s: s["subject"][0].update(name=7)),
+    "two subjects": of_the_statement(lambda s: s["subject"].append(s["subject"][0])),
+    "the statement's type is a list": of_the_statement(lambda s: s.update(_type=[])),
+    "a digest is a number": of_the_statement(lambda s: s["predicate"]["resources"][0].update(digest=1)),
+    "choices of another version": of_the_statement(lambda s: s["predicate"]["reshard"].update(choices={"opaque": 3})),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_certificate_that_is_none_is_named_and_hides_no_other(what: str, place: Path) -> None:
+    certificate = written(place, seal(place), "strange.sealed.json")
+    BROKEN[what](certificate)
+    assert check(place).ok
+    assert refusal(lambda: check(place, "run", "strange.sealed.json")) == "integrity.signature"
+
+
+def test_a_deep_statement_that_is_signed_is_refused(place: Path) -> None:
+    key = serialization.load_pem_private_key((place / "seal.key").read_bytes(), None)
+    keyid = json.loads((place / "run.sealed.json").read_text())["dsseEnvelope"]["signatures"][0]["keyid"]
+    envelope = Envelope(DEEP.encode(), "application/vnd.in-toto+json", {})
+    envelope.sign(CryptoSigner(key, SSlibKey.from_crypto(key.public_key(), keyid=keyid)))  # type: ignore[arg-type, union-attr]
+    (place / "run.sealed.json").write_text(json.dumps({"dsseEnvelope": envelope.to_dict()}))
     assert refusal(lambda: check(place)) == "integrity.signature"
 
 
@@ -470,6 +521,21 @@ def test_keys_that_cannot_sign_are_refused(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(sealing.PASSPHRASE, "open sesame")
     certificate = written(place, seal(place, "hidden.key"))
     assert reshard.verify_sealed(place / "run", [certificate], [place / "hidden.pub"]).ok
+
+
+@pytest.mark.parametrize("kind", ["rsa", "secp256k1"])
+def test_keys_of_other_kinds_neither_sign_nor_verify(kind: str, place: Path) -> None:
+    key = rsa.generate_private_key(65537, 2048) if kind == "rsa" else ec.generate_private_key(ec.SECP256K1())
+    key_pair(place, "other", key)
+    for call in (
+        lambda: seal(place, "other.key"),
+        lambda: reshard.seal(place / "run", key=(place / "other.key").read_text(), progress=False),
+        lambda: reshard.verify_sealed(place / "run", [place / "run.sealed.json"], [place / "other.pub"]),
+    ):
+        with pytest.raises(RequestError, match=kind.upper() if kind == "rsa" else kind) as caught:
+            call()
+        assert caught.value.code == "request.invalid"
+        assert "BEGIN" not in caught.value.message
 
 
 def test_a_key_of_another_service_signs_through_its_library(place: Path) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from reshard.choices import SEALED as SUFFIX, OpaquePolicy
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, printable
@@ -48,6 +48,8 @@ from reshard_engine.storage.urls import canonical_url, refuse_writing_outside
 PASSPHRASE = "RESHARD_KEY_PASSPHRASE"  # noqa: S105 - the name of a variable
 """The environment variable with the passphrase of an encrypted private key."""
 _PEM = "-----BEGIN "
+_KINDS = ("Ed25519", "secp256r1", "secp384r1", "secp521r1")
+_NEW_KEY = "openssl genpkey -algorithm ed25519 -out seal.key && openssl pkey -in seal.key -pubout -out seal.pub"
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _PREDICATE = "https://model_signing/signature/v1.0"
 _PAYLOAD = "application/vnd.in-toto+json"
@@ -133,6 +135,54 @@ class Statement:
         return hashlib.sha256(self.payload).hexdigest()
 
 
+# What anyone can write: the documents around a statement, of which only what is read is looked at.
+
+
+class _Read(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+
+class _SignatureText(_Read):
+    keyid: str
+    sig: str
+
+
+class _EnvelopeText(_Read):
+    payload: str
+    payload_type: str = Field(alias="payloadType")
+    signatures: list[_SignatureText]
+
+
+class _BundleText(_Read):
+    envelope: _EnvelopeText = Field(alias="dsseEnvelope")
+
+
+class _Resource(_Read):
+    name: str
+    digest: Sha256
+
+
+class _SubjectDigest(_Read):
+    sha256: Sha256
+
+
+class _Subject(_Read):
+    name: str
+    digest: _SubjectDigest
+
+
+class _Predicate(_Read):
+    resources: list[_Resource]
+    reshard: dict[str, Any]
+
+
+class _StatementText(_Read):
+    kind: str = Field(alias="_type")
+    predicate_type: str = Field(alias="predicateType")
+    subject: list[_Subject] = Field(min_length=1, max_length=1)
+    predicate: _Predicate
+
+
 # Keys, envelopes and bundles.
 
 
@@ -168,17 +218,35 @@ def _public(pem: bytes, what: str) -> Key:
     serialization, _, signer, _ = _libraries()
     try:
         key = serialization.load_pem_public_key(pem)
+        _refuse_other_kind(key, what)
         whole = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
         return signer.SSlibKey.from_crypto(key, keyid=hashlib.sha256(whole).hexdigest())
     except ValueError as error:
         raise _bad_key(what, "public", error) from None
 
 
+def _refuse_other_kind(key: Any, what: str) -> None:
+    """Refuse keys that are neither ed25519 nor on a curve of NIST: docs/seal.md names no others, such as RSA.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    curve = getattr(key, "curve", None)
+    kind = type(key).__name__.removesuffix("PublicKey").lstrip("_") if curve is None else curve.name
+    if kind not in _KINDS:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(what)} is a key of the kind {printable(kind)}; certificates are signed with ed25519 or a "
+            "curve of NIST (P-256, P-384, P-521)",
+            fix=_NEW_KEY,
+        )
+
+
 def _bad_key(what: str, kind: str, error: Exception) -> RequestError:
     return RequestError(
         "request.invalid",
         f"{printable(what)} is not a {kind} key in PEM: {printable(str(error), max_chars=200)}",
-        fix="openssl genpkey -algorithm ed25519 -out seal.key && openssl pkey -in seal.key -pubout -out seal.pub",
+        fix=_NEW_KEY,
     )
 
 
@@ -197,6 +265,7 @@ def _signer(signing: Signing) -> Signer:
             f"{printable(signing.key)} is kept by a service, and its public key is needed as well",
             fix="add --public-key PUB",
         )
+    what = "the text of the key" if signing.key.startswith(_PEM) else signing.key
     try:
         if scheme in signer.SIGNER_FOR_URI_SCHEME:
             public_key = signing.public_key or ""
@@ -207,9 +276,8 @@ def _signer(signing: Signing) -> Signer:
         public = key.public_key().public_bytes(
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         )
-        return signer.CryptoSigner(key, _public(public, signing.key))
+        return signer.CryptoSigner(key, _public(public, what))
     except (ValueError, TypeError) as error:
-        what = "the text of the key" if signing.key.startswith(_PEM) else signing.key
         raise _bad_key(what, "private", error) from None
 
 
@@ -267,18 +335,21 @@ def open_bundle(data: bytes, keys: Sequence[Key], where: str) -> Statement:
     """
     _, dsse, _, exceptions = _libraries()
     try:
-        envelope = dsse.Envelope.from_dict(json.loads(data)["dsseEnvelope"])
-    except (ValueError, KeyError, TypeError, AttributeError, exceptions.Error):
+        # JSON that is nested deeply ends in a RecursionError.
+        text = _BundleText.model_validate(json.loads(data)).envelope
+        envelope = dsse.Envelope.from_dict(text.model_dump(by_alias=True))
+    except (ValueError, RecursionError, exceptions.Error):
         raise _tampered(where, "it is not a bundle with a DSSE envelope") from None
     if not envelope.signatures.keys() & {key.keyid for key in keys}:
         raise IntegrityError(
             "integrity.wrong_key",
-            f"{printable(where)}: signed with another key: {', '.join(k[:16] for k in envelope.signatures) or 'none'}",
+            f"{printable(where)}: signed with another key: "
+            f"{', '.join(printable(k[:16]) for k in envelope.signatures) or 'none'}",
             fix="give the public key of who sealed it: --key PUB",
         )
     try:
         (key,) = envelope.verify(list(keys), 1)
-    except exceptions.VerificationError:
+    except (exceptions.VerificationError, ValueError):  # a lone surrogate in the type of the payload has no bytes
         raise _tampered(where, "the statement is not the one that was signed") from None
     if envelope.payload_type != _PAYLOAD:
         raise _tampered(where, f"its payload is {printable(envelope.payload_type)}")
@@ -287,15 +358,13 @@ def open_bundle(data: bytes, keys: Sequence[Key], where: str) -> Statement:
 
 def _parsed(payload: bytes, where: str) -> Statement:
     try:
-        body = json.loads(payload)
-        kind, (subject,) = (body["_type"], body["predicateType"]), body["subject"]
-        predicate = body["predicate"]
-        files = {resource["name"]: resource["digest"] for resource in predicate["resources"]}
-        facts = Facts.model_validate(predicate["reshard"])
-        found = Statement(subject["name"], subject["digest"]["sha256"], files, facts)
-        whole = _contents(files)
-    except (ValueError, KeyError, TypeError, ValidationError):
+        body = _StatementText.model_validate(json.loads(payload))
+        facts = Facts.model_validate(body.predicate.reshard)
+    except (ValueError, RecursionError):
         raise _tampered(where, "it is signed, but is no statement of this version of reshard") from None
+    files, subject = {resource.name: resource.digest for resource in body.predicate.resources}, body.subject[0]
+    found = Statement(subject.name, subject.digest.sha256, files, facts)
+    kind, whole = (body.kind, body.predicate_type), _contents(files)
     if kind != (_STATEMENT, _PREDICATE):
         raise _tampered(where, "it is signed, but is a statement of another kind")
     sound = all(component_digest(lines) == facts.state.components.get(n) for n, lines in facts.state.lines.items())
@@ -658,12 +727,12 @@ def verify_sealed(source: SourceSpec, certificates: Sequence[str], keys: Sequenc
 
 
 def _beside(certificates: Sequence[str], keys: Sequence[Key]) -> Iterator[Statement]:
-    """The statements in other certificates of the same directories. Those that no key opens are left out."""
+    """The statements in other certificates of the same directories, without those that cannot be read or opened."""
     for url in {parent_and_name(canonical_url(url))[0] for url in certificates}:
         place = open_location(url)
         for name, info in place.store.list_directory(place.path).by_name.items():
             if name.endswith(SUFFIX) and info.size_bytes <= _MOST_BYTES:
-                with suppress(IntegrityError):
+                with suppress(ReshardError):
                     yield open_bundle(read_bytes(place.store, info), keys, info.path)
 
 
@@ -728,10 +797,10 @@ def _model(statement: Statement) -> str | None:
 def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyProblem], int]:
     """The files and tensors that are not those of a statement, and the number of bytes that were read."""
     facts, place = statement.facts, open_location(source.url, source.profile)
+    chosen = _chosen(source, statement)
     found: list[VerifyProblem] = []
     read = 0
     try:
-        chosen = SourceSpec.model_validate({**source.model_dump(mode="json", exclude_none=True), **facts.choices})
         checkpoint = named_checkpoint(place, chosen, OpaqueLedger(OpaquePolicy.KEEP), facts.rules)
         place = open_location(checkpoint.url, source.profile)
         _refuse_uncovered(checkpoint, place, _objects(place))
@@ -752,6 +821,20 @@ def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyPro
     return [*wrong, *found], read + sum(info.size_bytes for info in objects.values())
 
 
+def _chosen(source: SourceSpec, statement: Statement) -> SourceSpec:
+    """The source with the choices of who sealed it.
+
+    Raises:
+        IntegrityError: `integrity.signature` if they are none of this version.
+    """
+    try:
+        return SourceSpec.model_validate(
+            {**source.model_dump(mode="json", exclude_none=True), **statement.facts.choices}
+        )
+    except ValidationError:
+        raise _tampered(statement.name, "it is signed, but its choices are none of this version of reshard") from None
+
+
 def _directory(location: Location, tag: str | None) -> Location:
     """The directory that a location leads to, as far as it can be found without reading a checkpoint."""
     with suppress(ReshardError):
@@ -766,11 +849,19 @@ def _tensors(state: SealedState, report: FingerprintReport) -> Iterable[VerifyPr
         if report.components.get(name) == digest:
             continue
         ours, theirs = set(report.lines.get(name, ())), set(state.lines.get(name, ()))
-        names = sorted({str(json.loads(line)[0]) for line in ours ^ theirs}) if name in state.lines else []
+        names = sorted({_tensor_of(line) for line in ours ^ theirs}) if name in state.lines else []
         for tensor in names:
             yield _problem("", f"{name} differ from what was sealed", printable(tensor))
         if not names:
             yield _problem("", f"{name} differs from what was sealed")
+
+
+def _tensor_of(line: str) -> str:
+    """The name in a line of a fingerprint; the line itself, if a statement has one of another form."""
+    try:
+        return str(json.loads(line)[0])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return line
 
 
 def _problem(path: str, problem: str, tensor: str | None = None) -> VerifyProblem:
