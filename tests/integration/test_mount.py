@@ -267,6 +267,38 @@ def test_one_directory_has_one_mount(layout: Any, place: Path) -> None:
     assert not is_mounted(place)
 
 
+def test_a_mount_that_does_not_answer_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped: whoever asks for its attributes waits in the kernel, where no SIGTERM ends it."""
+    found = start(DATA / "zero2_tiny", place, *ZERO)
+    (tmp_path / "link").symlink_to(place)
+    os.kill(found.process.pid, signal.SIGSTOP)
+    try:
+        monkeypatch.setattr(mounting, "_ANSWER_S", 0.2)
+        for way in (place, tmp_path / "link"):
+            with reshard.open_layout(DATA / "zero2_tiny", to="zero", dp=3) as layout:
+                error = raised(RequestError, mounting.mount, layout, str(way))
+            assert (error.code, "does not answer" in error.message) == ("request.target_exists", True)
+            assert f"umount -l {place}" in error.fix
+    finally:
+        os.kill(found.process.pid, signal.SIGCONT)
+        found.end(signal.SIGTERM)
+    assert not is_mounted(place)
+
+
+def test_what_somebody_else_mounts_over_the_directory_stays(layout: Any, place: Path) -> None:
+    with _mount(layout, place, []):
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "over", str(place)], check=False, stderr=subprocess.DEVNULL
+        ).returncode:
+            pytest.skip("this user cannot mount")
+        (place / "theirs").touch()
+    try:
+        assert (place / "theirs").exists()
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=False, stderr=subprocess.DEVNULL)
+
+
 def test_without_fuse_the_error_names_what_to_use(
     layout: Any, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

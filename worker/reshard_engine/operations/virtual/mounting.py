@@ -17,6 +17,7 @@ import errno
 import os
 import re
 import select
+import shlex
 import shutil
 import socket
 import stat
@@ -285,10 +286,14 @@ _HELPERS = ("fusermount3", "fusermount")
 _AHEAD_KB = 4 * _READ_BYTES >> 10
 _LOOK_S = 0.2
 _CLOSE_S = 5.0
+_MOST_LINKS = 40
+_ANSWER_S = 20.0
+"""How long a mount that is already there may take to answer. Its attributes need nothing of the source."""
 _GUARD = """\
 trap '' INT TERM HUP
 read -r _
 [ -d "$1" ] && exit
+grep -q "^$3 " /proc/self/mountinfo || exit
 if [ -n "$2" ]; then "$2" -u -q -z -- "$1"; else umount -l -- "$1"; fi
 """
 """A shell that waits for the death of the process that mounted, which closes the pipe. It unmounts the directory if
@@ -317,7 +322,7 @@ def mount(
         RequestError: `request.target_exists`: the directory is not empty, or not a directory.
         StorageError: `storage.no_fuse`: this machine, or this process, cannot mount.
     """
-    place = os.path.realpath(directory)
+    place = _resolved(directory)
     if not os.path.exists(_DEVICE):
         if not sys.platform.startswith("linux"):
             raise StorageError("storage.no_fuse", f"a mount needs FUSE of Linux, and this is {sys.platform}")
@@ -335,7 +340,9 @@ def mount(
         if made:
             os.rmdir(place)
         raise
-    found = Mount(layout, place, _Server(layout, device, on_error), helper, _guard(place, helper), made)
+    mounted = _mount_at(place)
+    server, guard = _Server(layout, device, on_error), _guard(place, helper, mounted)
+    found = Mount(layout, place, server, helper, guard, made, mounted)
     found.check()
     return found
 
@@ -357,6 +364,8 @@ class Mount:
     guard: subprocess.Popen[bytes] | None = field(repr=False)
     made: bool
     """True if `mount` created the directory."""
+    mounted: _Mounted | None = field(repr=False)
+    """The mount itself, as the kernel lists it."""
 
     @property
     def pointer(self) -> str | None:
@@ -393,9 +402,12 @@ class Mount:
             stop.wait(_LOOK_S)
 
     def close(self) -> None:
-        """Unmount, also while files are open: whoever reads one gets an error."""
+        """Unmount, also while files are open: whoever reads one gets an error.
+
+        Under something that somebody else has mounted since, the mount stays, dead; the next `mount` removes it.
+        """
         if not self.server.ended.is_set():
-            _unmount(self.directory, self.helper)
+            _unmount(self.mounted, self.helper)
         self.server.close(_CLOSE_S)
         if self.guard is not None and self.guard.stdin is not None:
             self.guard.stdin.close()
@@ -419,11 +431,17 @@ def _prepare(place: str) -> bool:
     Raises:
         RequestError: `request.target_exists`.
     """
-    try:
-        os.statvfs(place)
-    except OSError as error:
-        if error.errno in (errno.ENOTCONN, errno.ECONNABORTED) and _is_ours(place):
-            _unmount(place, None)
+    held = _mount_at(place)
+    if held is not None and held.is_ours:
+        failed = _looked_at(place)
+        if failed is None:
+            raise RequestError(
+                "request.target_exists",
+                f"a mount on {printable(place)} does not answer: its process is stopped, or waits for the source",
+                fix=f"end that process, or detach the mount: umount -l {shlex.quote(place)}; or name another directory",
+            )
+        if failed in (errno.ENOTCONN, errno.ECONNABORTED):
+            _unmount(held, None)
     try:
         os.mkdir(place)
     except FileExistsError:
@@ -442,7 +460,7 @@ def _prepare(place: str) -> bool:
             f"{printable(place)}: {error.strerror}",
             fix="name an empty directory, or a new one; a dead mount is removed by: umount -l DIR",
         ) from None
-    if entries and _is_ours(place):
+    if held is not None and held.is_ours and _mount_at(place) == held:
         raise RequestError(
             "request.target_exists",
             f"{printable(place)} is mounted already",
@@ -455,16 +473,58 @@ def _prepare(place: str) -> bool:
     return False
 
 
-def _is_ours(place: str) -> bool:
-    """True if a mount of this program lies at a path, alive or dead."""
+@dataclass(frozen=True, slots=True)
+class _Mounted:
+    """A mount in the table of this process."""
+
+    number: int
+    """The kernel's number of the mount. A number is used again after the end of its mount only."""
+    path: str
+    is_ours: bool
+    """True if a program like this one mounted it, alive or dead."""
+
+
+def _mount_at(place: str) -> _Mounted | None:
+    """The mount that lies uppermost at a path, which is asked nothing: it may not answer."""
+    found: _Mounted | None = None
     with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as listed:
         for line in listed:
             words, _, rest = line.partition(" - ")
-            # Octal escapes: proc(5).
-            path = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words.split(" ")[4])
-            if path == place and rest.startswith(f"fuse.{_TYPE} "):
-                return True
-    return False
+            number, _, _, _, escaped, *_ = words.split(" ")
+            # Octal escapes: proc(5). Later lines lie above earlier ones.
+            path = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), escaped)
+            if path == place:
+                found = _Mounted(int(number), path, rest.startswith(f"fuse.{_TYPE} "))
+    return found
+
+
+def _resolved(directory: str) -> str:
+    """The path without links. What is mounted there is asked nothing: it may not answer."""
+    path = os.path.abspath(directory)
+    for _ in range(_MOST_LINKS):
+        path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        if _mount_at(path) is not None or not os.path.islink(path):
+            return path
+        path = os.path.abspath(os.path.join(os.path.dirname(path), os.readlink(path)))
+    raise RequestError(
+        "request.invalid", f"{printable(directory)}: too many links", fix="name a directory in one that exists"
+    )
+
+
+def _looked_at(place: str) -> int | None:
+    """The number of the error that a look at a directory ends with, 0 for none; None if there is no answer in time.
+
+    Another process looks: a thread that waits for the kernel would keep this one from ending.
+    """
+    code = "import os, sys\ntry: os.stat(sys.argv[1])\nexcept OSError as error: sys.exit(error.errno)"
+    look = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, place], stderr=subprocess.DEVNULL, cwd="/")
+    try:
+        return look.wait(_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        look.kill()
+        with suppress(subprocess.TimeoutExpired):  # the kernel may keep it until the mount answers
+            look.wait(1)
+        return None
 
 
 def _mounted_by_call(place: str, options: Sequence[str]) -> tuple[int, str | None] | None:
@@ -535,8 +595,14 @@ def _helper() -> str | None:
     return next((name for name in _HELPERS if shutil.which(name)), None)
 
 
-def _unmount(place: str, helper: str | None) -> None:
-    """Unmount, at once for new readers; what is open goes with the connection."""
+def _unmount(mounted: _Mounted | None, helper: str | None) -> None:
+    """Unmount, at once for new readers; what is open goes with the connection.
+
+    The system takes a path, and detaches what lies uppermost there. So nothing is done if that is another mount.
+    """
+    if mounted is None or _mount_at(mounted.path) != mounted:
+        return
+    place = mounted.path
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.umount2(os.fsencode(place), _DETACH) != 0:
         helper = helper or _helper()
@@ -544,11 +610,11 @@ def _unmount(place: str, helper: str | None) -> None:
             subprocess.run([helper, "-u", "-q", "-z", "--", place], check=False)
 
 
-def _guard(place: str, helper: str | None) -> subprocess.Popen[bytes] | None:
+def _guard(place: str, helper: str | None, mounted: _Mounted | None) -> subprocess.Popen[bytes] | None:
     """Start what unmounts when this process is killed; None where there is no shell."""
     try:
         return subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD, "reshard-mount", place, helper or ""],
+            ["/bin/sh", "-c", _GUARD, "reshard-mount", place, helper or "", str(mounted.number if mounted else "")],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
