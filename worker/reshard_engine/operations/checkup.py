@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 
-from reshard.errors import ReshardError, counted, format_size, printable
+from reshard.errors import PROFILES_VARIABLE, ReshardError, counted, format_size, printable
 from reshard.local import LEAST_FREE_BYTES, Finding, Health, install_line
 from reshard_engine.execute.casts.placing import DEVICE_VARIABLE, default_kernel
 from reshard_engine.execute.sinks.free_space import room_at
 from reshard_engine.storage.locations import WRITABLE, open_location, service_store
-from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named, profile_names
+from reshard_engine.storage.profiles import profile_named, profile_names
 from reshard_engine.storage.protocol import ServiceStore
 from reshard_engine.storage.urls import is_local, scheme_of
 

@@ -32,9 +32,9 @@ from azure.storage.extensions import checksums
 from requests import Session
 from requests.adapters import HTTPAdapter
 
-from reshard.errors import ReshardError, SourceError, StorageError, printable
+from reshard.errors import PROFILES_VARIABLE, ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.crc32 import PIECE_BYTES, crc32
-from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named
+from reshard_engine.storage.profiles import profile_named
 from reshard_engine.storage.protocol import (
     Body,
     Listing,

@@ -39,9 +39,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from requests.adapters import HTTPAdapter
 
-from reshard.errors import ReshardError, SourceError, StorageError, printable
+from reshard.errors import PROFILES_VARIABLE, ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.crc32 import PIECE_BYTES, crc32 as crc32_of
-from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named
+from reshard_engine.storage.profiles import profile_named
 from reshard_engine.storage.protocol import (
     Listing,
     ObjectInfo,

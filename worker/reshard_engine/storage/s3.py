@@ -23,9 +23,9 @@ import botocore.parsers
 import botocore.session
 from botocore.config import Config
 
-from reshard.errors import ReshardError, SourceError, StorageError, printable
+from reshard.errors import PROFILES_VARIABLE, ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.crc32 import crc32
-from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named
+from reshard_engine.storage.profiles import profile_named
 from reshard_engine.storage.protocol import (
     DELETED_AT_ONCE,
     Body,
