@@ -60,7 +60,7 @@ def trial(
     return kind
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_fault_at_each_step(memory: MemoryStore) -> None:
     case = fresh_case(memory, TargetFormat.UNIVERSAL)
     kinds = by_kind(shared_trials.undisturbed(case))
@@ -85,7 +85,7 @@ def disturb_waiting(ledger: Ledger, case: Case, *, times: int) -> None:
             assert reached == times, f"no worker came to a {kind}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_zombies_segment_and_part_after_the_commit_change_nothing(memory: MemoryStore) -> None:
     """A worker is paused before a record, or before a part, until the others have committed; then it goes on."""
     case = fresh_case(memory, TargetFormat.UNIVERSAL)
@@ -96,7 +96,7 @@ def test_a_zombies_segment_and_part_after_the_commit_change_nothing(memory: Memo
     ledger.settle()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_uploads_and_records_of_a_dead_worker_are_kept(memory: MemoryStore) -> None:
     """The others go on with the uploads that a dead worker named, and send none of its recorded parts again."""
     case = fresh_case(memory, TargetFormat.UNIVERSAL)

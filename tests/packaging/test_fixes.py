@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from house.fixes import fixes
+from house.fixes import commands_in, fixes
+from house.measured import say
 from house.promises import command
 from house.repository import ROOT
 from house.sources import copied_source
@@ -48,6 +49,16 @@ def test_fixes_name_commands_and_options_that_there_are() -> None:
         named = re.findall(r"(?<![\w'/.])(?<!a )(?<!of )reshard ([a-z][a-z-]+)(?: ([a-z]+))?", text)
         wrong += [f"reshard {name} in {line}" for name, _ in named if name not in {*root.commands, "help"}]  # type: ignore[attr-defined]
     assert wrong == []
+
+
+def test_most_that_can_be_pasted_is() -> None:
+    """Fixes in three kinds: with a command, with options or names to write, and prose alone, which only goes down."""
+    texts = [line.partition("\t")[2] for line in fixes()]
+    commands = [text for text in texts if commands_in(text)]
+    pasted = [text for text in texts if text not in commands and re.search(r"--[a-z]|`[^`]+`|\w\(", text)]
+    prose = len(texts) - len(commands) - len(pasted)
+    say(f"fixes: {len(commands)} with a command, {len(pasted)} with an option or a call, {prose} of prose")
+    assert prose <= 410, "a new fix is prose: name the command or the option"
 
 
 def test_fixes_say_no_library_words_and_nothing_twice() -> None:

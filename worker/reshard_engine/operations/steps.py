@@ -404,9 +404,16 @@ def _with_newest(
         of_place: The run is the place that the user named, so that `--tag` names its checkpoints.
     """
     complete = [s.name for s in listing.steps if s.complete]
-    if listing.newest is None or name in complete:
+    if listing.newest is None:
         return None
-    mistyped = of_place and error.code == "source.not_found"
+    if name in complete:
+        # A Trainer's `checkpoint-100` is complete, and no tag of its run: its tag lies in it.
+        lies_deeper = error.code in ("source.not_found", "checkpoint.bad_latest") and not is_tag(run, name)
+        place = shlex.quote(printable(run.child(*name.split("/")).url, max_chars=1_024))
+        fix = f"name the checkpoint itself: reshard inspect {place}"
+        return SourceError(error.code, error.message, fix=fix, details=error.details) if lies_deeper else None
+    entries = {*listing.others, *(s.name for s in listing.steps)}
+    mistyped = of_place and error.code == "source.not_found" and name not in entries
     nearest = get_close_matches(name, complete, n=1, cutoff=0.8) if mistyped else []
     best = (nearest or [listing.newest])[0]
     what = "the newest complete checkpoint" if best == listing.newest else "a complete checkpoint"
