@@ -15,6 +15,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, sync_playwright
 
 from house.repository import ROOT
+from house.waiting import PATIENCE_S
 from servers.answering import answering
 
 PAGES = ("tutorial.html", "comparison.html")
@@ -77,5 +78,5 @@ def test_the_search_finds_the_literal_message(documents: str, chromium: str) -> 
         page.keyboard.press("/")
         page.keyboard.type("DP world size", delay=20)
         found = page.locator(".md-search-result__item", has_text="DeepSpeed's messages").first
-        found.wait_for(timeout=20_000)
+        found.wait_for(timeout=PATIENCE_S * 1_000)
         browser.close()

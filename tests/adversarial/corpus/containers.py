@@ -97,7 +97,7 @@ ENTRIES = (
     _raw(95, "html", b"<!DOCTYPE html><html>sign in</html>"),
     _raw(95, "one-byte", b"\x80", "pickle.truncated", why="a legacy stream that ends at once"),
     _raw(95, "zeros", bytes(4096)),
-    _raw(96, "npz-bomb", archive([Record("arr_0.npy", _npy() + bytes(1000))]), "zip.ambiguous", why="an archive whose records have no root is not torch's"),
+    _raw(96, "npz-bomb", archive([Record("arr_0.npy", _npy() + bytes(1000))]), "source.unknown_kind", why="an archive of numpy arrays, and called that"),
     _raw(96, "npy-with-expression", _npy()),
     _raw(97, "hdf5", b"\x89HDF\r\n\x1a\n" + bytes(100)),
     _raw(97, "gguf", b"GGUF\x03\x00\x00\x00" + b"\xff" * 16),

@@ -85,7 +85,7 @@ def _zip_of(head: bytes, shown: str, word: str) -> SourceError | None:
             f"{shown} is an archive of numpy arrays (.npz), which is not read",
             "load it with numpy, and save a state dict with torch.save",
         )
-    if shown.endswith(".zip") or b"/" not in first:  # torch puts every record below one directory
+    if shown.endswith(".zip"):
         return _error(f"{shown} is a zip archive", f"unpack it, and name what is in it: unzip {word}")
     return None
 

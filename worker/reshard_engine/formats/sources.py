@@ -321,6 +321,12 @@ def pointers_in(location: Location, listing: Listing) -> list[tuple[str, str]]:
     return [*found, (name, step)] if name else found
 
 
+def holds_pointer(location: Location) -> bool:
+    """True if a pointer or a tracker is in a directory, whatever its text names."""
+    names = location.store.list_directory(location.path).by_name
+    return any(name in names for name in (*known_files().all_pointers, *_TRACKERS))
+
+
 def state_here(location: Location, listing: Listing) -> bool | None:
     """True if the directory itself holds a training state, False for weights, None if neither lies directly in it."""
     here = _recognise(location, listing, None)

@@ -36,6 +36,7 @@ from reshard_engine.formats.registry import known_files
 from reshard_engine.formats.sources import (
     Found,
     find_checkpoint,
+    holds_pointer,
     is_file_of_format,
     is_tag,
     nothing_at,
@@ -421,7 +422,8 @@ def _with_newest(
     details = {**error.details, "source": run.url, "newest": url}
     named = shlex.quote(printable(url, max_chars=1_024))
     fix = f"name {what}: reshard inspect {named}"
-    if error.code == "source.unknown_kind" and not name:
+    # A pointer decides, also if it names nothing: then the user chooses.
+    if error.code == "source.unknown_kind" and not name and not holds_pointer(run):
         return RequestError(
             "request.run_directory",
             f"{printable(run.url)} is the directory of a run, and not one checkpoint; its newest complete checkpoint "
