@@ -369,11 +369,16 @@ def _forms(
             secret,
             json.dumps(secret)[1:-1],
             repr(secret)[1:-1],
-            quote(secret),
-            quote(secret, safe=""),
-            quote_plus(secret),
+            # A variable of the environment may hold bytes that are not UTF-8.
+            quote(secret, errors="surrogateescape"),
+            quote(secret, safe="", errors="surrogateescape"),
+            quote_plus(secret, errors="surrogateescape"),
             # Some clients write the escapes in lower case.
-            re.sub("%[0-9A-F]{2}", lambda escape: escape[0].lower(), quote(secret, safe="")),
+            re.sub(
+                "%[0-9A-F]{2}",
+                lambda escape: escape[0].lower(),
+                quote(secret, safe="", errors="surrogateescape"),
+            ),
         )
     }
     return tuple(sorted(forms, key=len, reverse=True))

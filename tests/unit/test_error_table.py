@@ -219,6 +219,12 @@ def test_secrets_of_settings_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None
         assert "canary" not in str(StorageError("storage.unavailable", f"<{secret}>"))
 
 
+def test_a_secret_that_is_not_utf_8_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTP_PASSWORD", os.fsdecode(b"canary-pa\xdfword"))
+    text = "canary-pa\udcdfword canary-pa%DFword canary-pa%dfword"
+    assert StorageError("storage.unavailable", text).message == "[hidden] [hidden] [hidden]"
+
+
 def test_hiding_secrets_leaves_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESHARD_SIGNING_KEY", "/keys/signing-key.pem")
     for text in (
