@@ -149,6 +149,14 @@ def test_a_few_bytes_do_not_expand_without_bound(tmp_path: Path) -> None:
         assert (code, "tensor.amplification" in err) == (3, True), err
 
 
+@pytest.mark.parametrize("length", [0x8B1F, 0x685A42])
+def test_a_length_of_a_header_is_not_the_magic_of_gzip_or_bzip2(length: int, tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode().ljust(length)
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + header + bytes(8))
+    code, _, err = command("inspect", str(tmp_path))
+    assert code == 0, err
+
+
 @given(head=st.binary(max_size=HEAD_BYTES + 8))
 def test_no_beginning_of_a_file_breaks_the_look(head: bytes) -> None:
     info = ObjectInfo("/nowhere/name.pt", len(head), "")

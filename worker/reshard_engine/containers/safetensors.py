@@ -109,7 +109,9 @@ def open_safetensors_file(file: SourceFile) -> SafetensorsFile:
     """
     name = printable(file.name)
     cached = CachedFile(file)
-    if (other := foreign_file(file, cached.read)) is not None:
+    # The length of a header may have the first bytes of another kind of file, such as gzip; its text begins with `{`.
+    head = cached.read(0, min(_LENGTH_BYTES + 1, file.size_bytes))
+    if head[_LENGTH_BYTES:] != b"{" and (other := foreign_file(file, cached.read)) is not None:
         raise other
     if file.size_bytes < _LENGTH_BYTES:
         raise _bad(
