@@ -134,6 +134,13 @@ def test_a_change_in_a_linked_directory_is_a_change_of_the_checkpoint(save: Path
     assert LocalSource(str(save), ("global_step3",), names_tag=False).fingerprint() != before
 
 
+def test_a_conversion_does_not_change_the_checkpoint_by_a_link_to_the_directory_above(save: Path) -> None:
+    (save / "global_step3" / "up").symlink_to("..")
+    before = find_source(str(save), None).fingerprint()
+    assert ensured(save, wanted(dp=3, environ={})).outcome is Outcome.CONVERTED
+    assert find_source(str(save), None).fingerprint() == before
+
+
 def test_a_stale_latest_lists_what_is_there(checkpoint: Path) -> None:
     (checkpoint / "latest").write_text("global_step9")
     shutil.copytree(checkpoint / "global_step3", checkpoint / "global_step10")

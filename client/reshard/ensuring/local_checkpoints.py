@@ -135,7 +135,8 @@ def _files_below(directory: str, visited: set[tuple[int, int]]) -> Iterator[tupl
             yield path, info
             continue
         if os.path.islink(path):
-            yield f"{path} -> {os.path.realpath(path)}", info
+            # The time of the directory itself changes with entries that are none of the checkpoint's files.
+            yield f"{path} -> {os.path.realpath(path)}", os.lstat(path)
         if (key := (info.st_dev, info.st_ino)) not in visited:
             visited.add(key)
             directories.append(path)
