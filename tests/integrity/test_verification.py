@@ -298,6 +298,22 @@ def test_one_flipped_byte_of_a_source_ends_the_conversion(
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", [TargetFormat.SAFETENSORS, TargetFormat.TORCH])
+def test_a_damaged_record_that_a_small_target_takes_in_part_ends_the_conversion(
+    to: TargetFormat, tmp_path: Path
+) -> None:
+    """A small target has no units but the last ones, and the tensor leaves 12 KB of its storage out."""
+    place = tmp_path / "part.pt"
+    torch.save({"a": torch.arange(300_000.0)[:297_000]}, place)
+    offset, length = records_of_tensors(place)[0]
+    flip_quietly(place, offset + length // 2)
+    for _ in range(2):
+        with pytest.raises(SourceError) as caught:
+            reshard.convert(place, tmp_path / "out", to=to, progress=False)
+        assert caught.value.code == "zip.crc"
+        assert not (tmp_path / "out").exists()
+
+
 def test_an_attempt_that_resumes_reads_the_rest_of_its_records(tmp_path: Path) -> None:
     """The units of a damaged record are finished before the process is stopped; only the next attempt can see it."""
     engine = load_engine()

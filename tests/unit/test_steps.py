@@ -23,6 +23,7 @@ from house.tiers import rest_full
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models.reports import PrunePolicy, RunListing, RunStep
+from reshard.options import SourceSpec
 from reshard_engine.operations.steps import decide, number_of
 
 NAMES = ("global_step{}", "checkpoint-{}", "iter_{:07d}", "epoch{}", "best", "final", "dp{}")
@@ -439,3 +440,21 @@ def test_the_best_checkpoint_of_a_trainer_stays(tmp_path: Path) -> None:
     (run / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": str(run / "checkpoint-100")}))
     pruned(run, "--keep-last", "1", "--yes")
     assert there(run) == [100, 400]
+
+
+def test_a_link_out_of_a_run_is_not_walked(tmp_path: Path) -> None:
+    """Links to a data set, and even to the root, are common in the directories of runs."""
+    run = run_of(tmp_path / "run", 100, 200)
+    (run / "checkpoint-200" / "data").symlink_to("/")
+    (run / "checkpoint-100" / "up").symlink_to("..")
+    listing = load_engine().steps(str(run))
+    assert [(s.name, s.files, s.complete) for s in listing.steps] == [
+        ("checkpoint-100", 2, True),
+        ("checkpoint-200", 2, True),
+    ]
+
+
+def test_a_run_is_described_whose_path_looks_like_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainers(tmp_path / "run-of-somebody")
+    monkeypatch.setenv("ACCESS_TOKEN", "run-of-somebody")
+    assert load_engine().inspect(SourceSpec(url=str(run))).newest == str(run / "global_step4")

@@ -32,7 +32,7 @@ _MODEL_TAG = re.compile(r"pytorch_model(?:_(\d+))?")
 _RANK_FILE = re.compile(r"(rng_state|random_states)(?:_(\d{1,7}))?(\.pth|\.pkl)")
 _SHARDS = re.compile(r"\.metadata|__\d+\.metadata|pytorch_model_fsdp_\d+")
 _SHARD_FOLDERS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
-_LOOKED_INTO = 98
+_LOOKED_INTO = 32
 """So many checkpoints of a run, those with the highest numbers, are looked into for the fix of an error."""
 _OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 _OF_TRAINER = "optimizer.pt"

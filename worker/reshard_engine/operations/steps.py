@@ -69,7 +69,7 @@ Google Cloud Storage, Azure)."""
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 """Ends of names of files that a training state may be read from, and that are weights of their own as well."""
 _NOT_ONE_CHECKPOINT = frozenset({"source.unknown_kind", "source.not_found"})
-_NAMED_IN_A_FIX = 98
+_NAMED_IN_A_FIX = 32
 """For the fix of an error, so many entries of a run are judged: those with the highest numbers."""
 _OF_A_CHOICE = ("checkpoint.ambiguous", "checkpoint.unexplained", "rules.", "source.unsupported", "source.too_slow")
 """Errors that another checkpoint of the same run would raise as well."""
@@ -250,9 +250,17 @@ def _candidates(run: Location, around: _Surroundings) -> list[str]:
 def _files_below(run: Location, names: Iterable[str]) -> dict[str, ObjectInfo]:
     """The files of the entries of a local run, by their paths relative to it.
 
-    A link beside them, such as to a data set, is not followed.
+    Links to directories are not followed: one may lead to a data set, or to the root of a file system.
     """
-    return {i.path[len(run.path) + 1 :]: i for name in names for i in _objects(run.child(*name.split("/")))}
+    found: dict[str, ObjectInfo] = {}
+    for name in names:
+        place = join(run.path, name)
+        paths = [join(top, file) for top, _, files in os.walk(place) for file in files] or [place]
+        for path in paths:
+            with suppress(ReshardError):  # a link may lead to a place that may not be read
+                if (info := run.store.stat(path)) is not None:
+                    found[path[len(run.path) + 1 :]] = info
+    return found
 
 
 def _sizes(below: Mapping[str, ObjectInfo], names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -353,6 +361,12 @@ def named_checkpoint(
         return read_checkpoint(place, source.tag, ledger, rules, source, target=target)
     with naming_newest(place, source.tag):
         return read_checkpoint(place, source.tag, ledger, rules, source, target=target)
+
+
+def newest_of(run: Location) -> Location | None:
+    """The newest complete checkpoint of a run, of the entries that the fix of an error looks into; None without one."""
+    name = steps_of(run, most=_NAMED_IN_A_FIX).newest
+    return None if name is None else run.child(*name.split("/"))
 
 
 @contextmanager
