@@ -177,10 +177,11 @@ def _said(text: str, run: Run) -> str | None:
 
 
 def _everything_below(place: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file but the records of `ensure`."""
     return {
         str(path.relative_to(place)): (path.lstat().st_size, path.lstat().st_mtime_ns)
         for path in sorted(place.rglob("*"))
-        if not path.is_dir() or path.is_symlink()
+        if (not path.is_dir() or path.is_symlink()) and ".reshard" not in path.parts
     }
 
 

@@ -31,14 +31,14 @@ UNIVERSAL = ("z1_fp32", "z2_bf16", "z3_bf16", "bf16opt_two_groups")
 
 @pytest.fixture(autouse=True)
 def _other_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = requested.read_checkpoint
+    read = requested.named_checkpoint
 
     def bare(*args: Any, **options: Any) -> Checkpoint:
         return replace(
             read(*args, **options), facts=FormatFacts(), family="other", format="other", framework_version=None
         )
 
-    monkeypatch.setattr(requested, "read_checkpoint", bare)
+    monkeypatch.setattr(requested, "named_checkpoint", bare)
 
 
 def _layout(stage: Any, world: int) -> NativeLayout:

@@ -328,13 +328,13 @@ def test_groups_in_another_order_are_the_same_groups(tmp_path: Path) -> None:
 
 def test_what_no_rule_explains_is_never_called_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = saved(tmp_path / "a", small_state(), Layout(2, 2)), saved(tmp_path / "b", small_state(), Layout(3, 1))
-    read = engine_module.read_checkpoint
+    read = engine_module.named_checkpoint
 
     def unexplained(location: Any, *arguments: Any) -> Any:
         found = read(location, *arguments)
         return replace(found, unexplained=("up.weight",)) if location.url.endswith("/b") else found
 
-    monkeypatch.setattr(engine_module, "read_checkpoint", unexplained)
+    monkeypatch.setattr(engine_module, "named_checkpoint", unexplained)
     assert found(diff(a, b)) == [("unexplained", "up.weight", "")]
     assert found(diff(b, a)) == [("unexplained", "up.weight", "")]
     assert found(diff(a, b, ignore=("up.weight",))) == []

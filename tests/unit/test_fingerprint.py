@@ -216,7 +216,7 @@ def test_a_flipped_bit_anywhere_is_named_by_its_tensor(name: str, monkeypatch: p
 
 def test_what_contradicts_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that is not its rounded master is a part of the whole; a copy that differs is not: the first counts."""
-    read = engine_module.read_checkpoint
+    read = engine_module.named_checkpoint
 
     def contradictory(*arguments: Any) -> Checkpoint:
         found = read(*arguments)
@@ -227,7 +227,7 @@ def test_what_contradicts_itself_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         return replace(found, agreements=copies, parameters=mixed)
 
     sound = fingerprint(DATA / "zero2_tiny")
-    monkeypatch.setattr(engine_module, "read_checkpoint", contradictory)
+    monkeypatch.setattr(engine_module, "named_checkpoint", contradictory)
     found = fingerprint(DATA / "zero2_tiny", lines=True)
     assert [json.loads(line)[0] for line in found.lines["unrounded"]] == ["layers.0.norm.weight"]
     assert [json.loads(line)[:3] for line in found.lines["copies"]] == [["layers.0.norm.weight", "fp32", "rank 1"]]
@@ -238,7 +238,7 @@ def test_what_contradicts_itself_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         "1 copy differs from the first one, such as layers.0.norm.weight",
     )
     monkeypatch.setattr(
-        engine_module, "read_checkpoint", lambda *a: replace(contradictory(*a), parameters=read(*a).parameters)
+        engine_module, "named_checkpoint", lambda *a: replace(contradictory(*a), parameters=read(*a).parameters)
     )
     assert fingerprint(DATA / "zero2_tiny").digest == sound.digest
 

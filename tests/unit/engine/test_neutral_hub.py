@@ -48,7 +48,7 @@ def _other_family(checkpoint: Checkpoint) -> Checkpoint:
 def _convert(
     checkpoint: Checkpoint, target: Path, options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> ConvertResult:
-    monkeypatch.setattr(requested, "read_checkpoint", lambda *_, **__: checkpoint)
+    monkeypatch.setattr(requested, "named_checkpoint", lambda *_, **__: checkpoint)
     request = {"source": {"url": checkpoint.url}, "target": str(target), **options}
     return load_engine().convert(asked(**request))
 
