@@ -311,6 +311,7 @@ def pointers_in(location: Location, listing: Listing) -> list[tuple[str, str]]:
     for name in dict.fromkeys(known.all_pointers):
         info = listing.by_name.get(name)
         if info is not None and info.size_bytes <= _POINTER_LIMIT_BYTES:
+            _refuse_link_elsewhere(location, info, name)
             text = known.tag_in(name, read_bytes(location.store, info))
             path = next((p for f in formats() if (p := f.pointed_directory(name, text)) is not None), text)
             found.append((name, path))
@@ -338,14 +339,18 @@ def is_file_of_format(info: ObjectInfo) -> bool:
     return _reader_of_file(info) is not None
 
 
+def _refuse_link_elsewhere(location: Location, pointer: ObjectInfo, name: str) -> None:
+    """Refuse a pointer outside its directory: its content becomes part of texts, and may be that of another file."""
+    if location.store.scheme == "file" and not is_within(canonical_url(pointer.path), location.url):
+        raise SourceError("checkpoint.bad_latest", f"`{name}` is a link to a file elsewhere")
+
+
 def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: str) -> Found:
     if pointer.size_bytes > _POINTER_LIMIT_BYTES:
         raise SourceError(
             "checkpoint.bad_latest", f"`{name}` has {counted(pointer.size_bytes, 'byte')}; it holds one name"
         )
-    if location.store.scheme == "file" and not is_within(canonical_url(pointer.path), location.url):
-        # Its content becomes part of an error's text, so it must not be the content of another file.
-        raise SourceError("checkpoint.bad_latest", f"`{name}` is a link to a file elsewhere")
+    _refuse_link_elsewhere(location, pointer, name)
     text = read_bytes(location.store, pointer).decode("utf-8", "replace").strip()
     text = next((found for f in formats() if (found := f.pointed_directory(name, text)) is not None), text)
     return _tagged(location, listing, text, code="checkpoint.bad_latest", said_by=f"`{name}`")
