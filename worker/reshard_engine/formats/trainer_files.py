@@ -160,7 +160,8 @@ def framework_of(names: Collection[str]) -> Framework | None:
     if META in names:
         return Framework.LIGHTNING
     theirs = [n for n in names if is_companion(n)]
-    if TRAINER_STATE in theirs or any(n == "scheduler.pt" or n.startswith("rng_state") for n in theirs):
+    of_ranks = [n for n in theirs if _RANK_FILE.fullmatch(n) and not n.startswith("random_states")]
+    if of_ranks or TRAINER_STATE in theirs or "scheduler.pt" in theirs:
         return Framework.TRAINER
     return Framework.ACCELERATE if theirs else None
 
