@@ -629,20 +629,19 @@ class Conversion:
         executor.progress.report("verifying", force=True)
         self.sink.seal(executor.records)
         full = None
-        # What an earlier attempt has read of a record is not read again, so that the rest of it is read here.
-        every = alone and executor.progress.resumed_bytes > 0
         if self.request.verify is VerifyLevel.FULL:
             full = verifying(self.checkpoint, self.layout, plan, self.sink, should_stop=stop_check(should_stop))
             full.before_publishing(lambda: self._manifest(executor, disagreements))
-        else:
-            complete_records(self.checkpoint, executor.source_reads, stop_check(should_stop), every=every)
         self._prove_structure(executor, commit=False)
         prove_source_unchanged(self.checkpoint)
         clock = _lap(seconds, "verify", clock)
         executor.progress.report("committing", force=True)
         executor.run([u for u in plan.units if u.commit], threads, phase="committing")
         prove_complete(plan, executor.records)
-        if full is None:  # small targets have no other units than those that were run last
+        if full is None:
+            # Units that were run last may complete a record, too. What an earlier attempt has read of a record is not
+            # read again, so that the rest of it is read here.
+            every = alone and executor.progress.resumed_bytes > 0
             complete_records(self.checkpoint, executor.source_reads, stop_check(should_stop), every=every)
         with collector_paused():
             there = self.sink.publish(executor.records)
