@@ -52,7 +52,7 @@ from reshard_engine.formats.registry import rules_of
 from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.inspection import describe
-from reshard_engine.operations.steps import named_checkpoint, naming_newest, newest_of, prune, steps_of
+from reshard_engine.operations.steps import RunDirectoryError, named_checkpoint, naming_newest, prune, steps_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import WRITABLE_URLS, open_location, service_store
 from reshard_engine.storage.texts import write_text
@@ -129,14 +129,10 @@ class LocalEngine:
         place = open_location(source.url, source.profile)
         try:
             checkpoint = named_checkpoint(place, source, ledger)
-        except RequestError as error:
-            # The details of an error hide what looks like a secret, also in the URL of a checkpoint.
-            newest = newest_of(place) if error.code == "request.run_directory" else None
-            if newest is None:
-                raise
-            step = source.model_copy(update={"url": newest.url})
-            described, said = self.inspect(step, compare=compare), f"{error.message}: this describes it"
-            return described.model_copy(update={"warnings": (said, *described.warnings), "newest": step.url})
+        except RunDirectoryError as error:
+            step = source.model_copy(update={"url": error.newest_url})
+            described, warning = self.inspect(step, compare=compare), f"{error.message}: this describes it"
+            return described.model_copy(update={"warnings": (warning, *described.warnings), "newest": step.url})
         if compare:
             from reshard_engine.execute.checks.source import check_agreements
 

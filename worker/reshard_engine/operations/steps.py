@@ -348,6 +348,13 @@ def _with_steps(steps: Sequence[RunStep]) -> list[RunStep]:
 # The checkpoint that a user names.
 
 
+class RunDirectoryError(RequestError):
+    """`request.run_directory`, with the newest complete checkpoint for callers in this process."""
+
+    newest_url = ""
+    """Its URL as it is: the texts and the details of an error hide what looks like a secret."""
+
+
 def named_checkpoint(
     place: Location, source: SourceSpec, ledger: OpaqueLedger, rules: Mapping[str, Any] | None = None, target: str = ""
 ) -> Checkpoint:
@@ -361,12 +368,6 @@ def named_checkpoint(
         return read_checkpoint(place, source.tag, ledger, rules, source, target=target)
     with naming_newest(place, source.tag):
         return read_checkpoint(place, source.tag, ledger, rules, source, target=target)
-
-
-def newest_of(run: Location) -> Location | None:
-    """The newest complete checkpoint of a run, of the entries that the fix of an error looks into; None without one."""
-    name = steps_of(run, most=_NAMED_IN_A_FIX).newest
-    return None if name is None else run.child(*name.split("/"))
 
 
 @contextmanager
@@ -438,13 +439,15 @@ def _with_newest(
     fix = f"name {what}: reshard inspect {named}"
     # A pointer decides, also if it names nothing: then the user chooses.
     if error.code == "source.unknown_kind" and not name and not holds_pointer(run):
-        return RequestError(
+        of_run = RunDirectoryError(
             "request.run_directory",
             f"{printable(run.url)} is the directory of a run, and not one checkpoint; its newest complete checkpoint "
             f"is {printable(best)}{_newer(listing, best)}",
             fix=fix,
             details=details,
         )
+        of_run.newest_url = url
+        return of_run
     if of_place and is_tag(run, best):
         fix = f"name {what}: --tag {shlex.quote(printable(best))} (complete: {listed(complete)})"
     if error.fix.startswith("copy") and name:
@@ -453,7 +456,7 @@ def _with_newest(
 
 
 def _newer(listing: RunListing, name: str) -> str:
-    """What is the matter with newer entries of a run, as an end of a message."""
+    """Why newer entries of a run are not complete, as an end of a message."""
     at = next(_place_in_list(step) for step in listing.steps if step.name == name)
     broken = [
         f"{printable(s.name)}: {s.code}: {printable(s.detail, max_chars=160)}"
