@@ -451,8 +451,12 @@ class Engine(Protocol):
         """Remove files that unfinished conversions into a target left, unless a process still uses them."""
         ...
 
-    def steps(self, run: str, *, profile: str | None = None, most: int | None = None) -> RunListing:
-        """List the checkpoints of a run, from their metadata; with `most`, only those with the highest numbers."""
+    def steps(self, run: str, *, profile: str | None = None) -> RunListing:
+        """List the checkpoints of a run, from their metadata."""
+        ...
+
+    def run_around(self, place: str, tag: str | None) -> RunListing | None:
+        """List the run around a local checkpoint that cannot be used, if it has another complete checkpoint."""
         ...
 
     def prune(

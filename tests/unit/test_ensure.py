@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from fractions import Fraction
@@ -17,6 +18,7 @@ import torch
 import reshard
 from house.conversions import convert
 from house.expected import raised
+from house.promises import command
 from house.saves import DATA, make_checkpoint, make_save, same, wanted
 from reshard.cli.main import run
 from reshard.ensuring import converters as _makers, local_checkpoints as _places
@@ -162,6 +164,21 @@ def test_a_file_system_that_does_not_answer_is_not_an_empty_one(
 
     monkeypatch.setattr(os, "listdir", refused)
     assert raised(StorageError, reshard.ensure, checkpoint, dp=3).code == code
+
+
+@pytest.mark.parametrize("run", ["run", "run7", "step_runs_7", "my run-7"])
+def test_a_checkpoint_beside_the_run_is_not_a_checkpoint_of_it(run: str, checkpoint: Path) -> None:
+    other = shutil.copytree(checkpoint, checkpoint.parent / run / checkpoint.name)
+    (other / "latest").unlink()
+    shutil.rmtree(other / "global_step3")
+    assert "newest complete" not in raised(SourceError, reshard.ensure, other, dp=3).fix
+    assert "newest complete" not in command("inspect", str(other))[2]
+    older = shutil.copytree(checkpoint, other.with_name("checkpoint-2"))
+    (older / "global_step3").rename(older / "global_step2")
+    (older / "latest").write_text("global_step2")
+    newest = shlex.quote(str(older))
+    fix = raised(SourceError, reshard.ensure, other, dp=3).fix
+    assert fix == f"name the newest complete checkpoint: {newest}"
 
 
 @pytest.mark.parametrize("name", ["checkpoint-3", "checkpoint-3/global_step3"])

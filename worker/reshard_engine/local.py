@@ -52,7 +52,14 @@ from reshard_engine.formats.registry import rules_of
 from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.inspection import describe
-from reshard_engine.operations.steps import RunDirectoryError, named_checkpoint, naming_newest, prune, steps_of
+from reshard_engine.operations.steps import (
+    RunDirectoryError,
+    named_checkpoint,
+    naming_newest,
+    prune,
+    run_around,
+    steps_of,
+)
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import WRITABLE_URLS, open_location, service_store
 from reshard_engine.storage.texts import write_text
@@ -394,9 +401,13 @@ class LocalEngine:
         idle_s = 0.0 if idle else IDLE_S
         return clean_target(open_location(target, profile), dry_run=dry_run, idle_s=idle_s)
 
-    def steps(self, run: str, *, profile: str | None = None, most: int | None = None) -> RunListing:
-        """List the checkpoints of a run; with `most`, only of so many entries with the highest numbers."""
-        return steps_of(open_location(run, profile), most=most)
+    def steps(self, run: str, *, profile: str | None = None) -> RunListing:
+        """List the checkpoints of a run."""
+        return steps_of(open_location(run, profile))
+
+    def run_around(self, place: str, tag: str | None) -> RunListing | None:
+        """List the run around a checkpoint that cannot be used, if it has another complete one."""
+        return run_around(open_location(place, None), tag)
 
     def prune(
         self,

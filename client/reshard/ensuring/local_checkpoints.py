@@ -32,8 +32,6 @@ _MODEL_TAG = re.compile(r"pytorch_model(?:_(\d+))?")
 _RANK_FILE = re.compile(r"(rng_state|random_states)(?:_(\d{1,7}))?(\.pth|\.pkl)")
 _SHARDS = re.compile(r"\.metadata|__\d+\.metadata|pytorch_model_fsdp_\d+")
 _SHARD_FOLDERS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
-_LOOKED_INTO = 32
-"""So many checkpoints of a run, those with the highest numbers, are looked into for the fix of an error."""
 _OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 _OF_TRAINER = "optimizer.pt"
 _WEIGHTS = re.compile(r"(?:model\.safetensors|pytorch_model\.bin)(?:\.index\.json)?")
@@ -165,26 +163,17 @@ def find_source(src: str, tag: str | None, *, for_another_run: bool = False) -> 
 
 
 def _newest_complete(src: str, tag: str | None) -> str:
-    """A sentence that names the newest complete checkpoint of a run; empty if the engine is not here or knows none.
-
-    The run is the directory itself, or the one above a checkpoint that `reshard ls` does not call complete, or above
-    the directory of such a tag.
-    """
-    above, name = os.path.split(os.path.realpath(src))
-    runs = [(src, tag or "")]
-    while os.path.isdir(src) and name[-1:].isdecimal() and len(runs) < 3:
-        runs.append((above, name))
-        above, name = os.path.split(above)
-    for run, at in runs if os.path.isdir(src) else []:
-        with suppress(ReshardError):
-            listing = load_engine().steps(run, most=_LOOKED_INTO)
-            complete = [s.name for s in listing.steps if s.complete]
-            if listing.newest is None or at in complete:
-                continue
-            best, path = listing.newest, os.path.join(run, listing.newest)
-            if run == src and _holds_tag(path):
-                return f"name the newest complete checkpoint: --tag {shlex.quote(best)} (complete: {listed(complete)})"
-            return f"name the newest complete checkpoint: {printable(path, max_chars=1_024)}"
+    """A sentence that names the newest complete checkpoint of a run; empty if the engine is not here or knows none."""
+    with suppress(ReshardError):
+        listing = load_engine().run_around(os.path.realpath(src), tag) if os.path.isdir(src) else None
+        if listing is not None and listing.newest is not None:
+            newest, path = listing.newest, os.path.join(listing.url, listing.newest)
+            if os.path.samefile(listing.url, src) and _holds_tag(path):
+                complete = [s.name for s in listing.steps if s.complete]
+                return (
+                    f"name the newest complete checkpoint: --tag {shlex.quote(newest)} (complete: {listed(complete)})"
+                )
+            return f"name the newest complete checkpoint: {shlex.quote(printable(path, max_chars=1_024))}"
     return ""
 
 

@@ -16,7 +16,7 @@ import re
 import shlex
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -383,28 +383,53 @@ def naming_newest(place: Location, tag: str | None) -> Generator[None]:
     except SourceError as error:
         if error.code.startswith(_OF_A_CHOICE):
             raise
-        for run, name in _runs_around(place, tag):
-            better = None
-            with suppress(ReshardError):  # a service may not show the directory around its roots
-                better = _with_newest(error, run, name, steps_of(run, most=_NAMED_IN_A_FIX), of_place=run is place)
+        for run, name, listing in _runs_around(place, tag):
+            better = _with_newest(error, run, name, listing, of_place=run is place)
             if better is not None:
                 raise better from error
         raise
 
 
-def _runs_around(place: Location, tag: str | None) -> list[tuple[Location, str]]:
-    """The directories that may be the run of a checkpoint, each with the checkpoint's name in it, if that is known."""
+def run_around(place: Location, tag: str | None) -> RunListing | None:
+    """List the run around a checkpoint that cannot be used, if it has another complete checkpoint.
+
+    Only the entries with the highest numbers are judged.
+
+    Args:
+        place: The directory of the checkpoint, or of its run.
+        tag: The tag that was named.
+
+    Returns:
+        The listing of the nearest directory with a complete checkpoint other than this one (`newest` is not None), or
+        None.
+    """
+    for _, name, listing in _runs_around(place, tag):
+        if listing.newest is not None and not any(s.complete and s.name == name for s in listing.steps):
+            return listing
+    return None
+
+
+def _runs_around(place: Location, tag: str | None) -> Iterator[tuple[Location, str, RunListing]]:
+    """The directories that may be the run of a checkpoint, nearest first, with the checkpoint's name and their listing.
+
+    The name is empty where it is unknown. Directories that cannot be listed are omitted: a service may not show what
+    lies around its roots.
+    """
     with suppress(ReshardError):  # the tag that a pointer or a tracker names
         tag = find_checkpoint(place, tag).tag
-    runs = [(place, tag or "")]
-    # A Trainer's `checkpoint-100` holds the directory of a tag.
-    for _ in range(2):
-        here = runs[-1][0]
-        above, name = parent_and_name(here.path)
-        if not _STEP_WORD.fullmatch(name) or above in ("", here.path):
-            break
-        runs.append((Location(place.store, above, parent_and_name(here.url)[0]), name))
-    return runs
+    run, name = place, tag or ""
+    while True:
+        listing = None
+        with suppress(ReshardError):
+            listing = steps_of(run, most=_NAMED_IN_A_FIX)
+        if listing is not None:
+            yield run, name, listing
+        above, here = parent_and_name(run.path)
+        # A Trainer's `checkpoint-100` contains the directory of the tag `global_step100`: the run is above both.
+        of_tag = run is place or number_of(here) == number_of(name)
+        if not (_STEP_WORD.fullmatch(here) and of_tag) or above in ("", run.path):
+            return
+        run, name = Location(run.store, above, parent_and_name(run.url)[0]), here
 
 
 def _with_newest(
