@@ -221,6 +221,8 @@ async def _end(probe: Process) -> None:
 
 _READ_BYTES = 256 << 10
 """Bytes of a response that this process holds at once, besides those in the buffers of sockets."""
+_DEATH_S = 2.0
+"""So long an engine may take to end after it has closed its socket, for its exit status to be reported."""
 
 
 class EngineDied(Exception):  # noqa: N818 - names what happened
@@ -281,6 +283,14 @@ class _Engine:
             writer.close()
             raise
         return reader, writer
+
+    async def status(self) -> int | None:
+        """The exit status of a process that has closed its socket; None if it still runs or was not started."""
+        if self._process is None:
+            return None
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(self._process.wait(), _DEATH_S)
+        return None
 
     async def end(self) -> None:
         """Kill the process."""
@@ -408,7 +418,7 @@ class LayoutEngines:
                 except EngineDied as error:
                     self._drop(engine)
                     if last:
-                        raise _crashed() from error
+                        raise await _crashed(engine) from error
                     continue
                 try:
                     yield Bytes(reader, length)
@@ -437,7 +447,7 @@ class LayoutEngines:
                 await asyncio.shield(engine.opened)
             except EngineDied as error:
                 self._drop(engine)
-                raise _crashed() from error
+                raise await _crashed(engine) from error
             except asyncio.CancelledError:
                 if engine.opened.cancelled():
                     # Somebody has removed the layout meanwhile.
@@ -512,9 +522,13 @@ def _busy() -> JobError:
     return JobError("service.busy", "all engine processes for layouts are in use")
 
 
-def _crashed() -> JobError:
+async def _crashed(engine: _Engine) -> JobError:
+    status = await engine.status()
+    how = "ended" if status is None else f"ended with status {status}" if status >= 0 else f"died of signal {-status}"
+    refused = " (native code aborts if it is refused memory)" if status == -signal.SIGABRT else ""
     return JobError(
         "internal.error",
-        "the process that makes the files of the layout crashed",
-        fix="run `reshard convert` on the source, and report its output",
+        f"the process that makes the files of the layout {how}{refused}",
+        fix="run `reshard convert` on the source, and report its output; for more memory: RESHARD_ENGINE_MEMORY",
+        details={"status": status},
     )
