@@ -159,6 +159,12 @@ class Layouts:
             session.execute(update(LayoutRow).where(LayoutRow.id == layout_id).values(expires_at=db_now()))
             record(session, self._by, "layout.remove", layout_id)
 
+    def known(self, layout_id: str) -> UsedLayout:
+        """The request of a layout and the limits of its tenant, as they are now. Raises the errors of `get`."""
+        with self._database.read() as session:
+            row, _ = self._require(session, layout_id)
+            return self._used(session, row.id, ConvertRequest.model_validate_json(row.request))
+
     def use(self, layout_id: str, path: str) -> UsedLayout:
         """Find a file of a layout, whose expiry moves.
 

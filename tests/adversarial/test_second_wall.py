@@ -81,7 +81,7 @@ def _with_one_prober(*works: Callable[[Prober], object]) -> list[object]:
 
 
 def _inspect(source: Path, limit_s: float) -> Callable[[Prober], object]:
-    return lambda prober: prober.inspect(SourceSpec(url=str(source)), roots=Roots(), limit_s=limit_s)
+    return lambda prober: prober.inspect(SourceSpec(url=str(source)), tenant="", roots=Roots(), limit_s=limit_s)
 
 
 @pytest.mark.usefixtures("opened")

@@ -194,7 +194,7 @@ def test_probes_share_imports_and_are_replaced_when_they_die() -> None:
     async def look() -> None:
         prober = Prober(ServiceSettings())
         inspect: Callable[[], Coroutine[object, object, object]] = lambda: prober.inspect(  # noqa: E731
-            SourceSpec(url=str(DATA)), roots=Roots(), limit_s=60
+            SourceSpec(url=str(DATA)), tenant="", roots=Roots(), limit_s=60
         )
         await prober.prepare()
         (first,) = probes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -16,13 +17,14 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
+from house.waiting import PATIENCE_S
 from reshard.choices import TokenScope
 from reshard.options import SourceSpec
 from reshard_jobs.database import POSTGRES_TIMEOUTS, engine_of
 from reshard_jobs.limits import Roots
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app
-from reshard_service.probes.pool import Prober
+from reshard_service.probes.pool import FairTurns, Prober
 from reshard_service.settings import ServiceSettings
 
 NEVER_READY = "import os, signal, sys; open(sys.argv[1], 'w').write(str(os.getpid())); signal.pause()"
@@ -35,7 +37,7 @@ def test_a_probe_that_is_still_importing_ends_with_its_request(tmp_path: Path) -
 
     async def ask() -> int:
         source = SourceSpec(url=str(tmp_path))
-        asked = asyncio.create_task(prober.inspect(source, roots=Roots.parse(str(tmp_path)), limit_s=3600))
+        asked = asyncio.create_task(prober.inspect(source, tenant="", roots=Roots.parse(str(tmp_path)), limit_s=3600))
         pid = int(await asyncio.to_thread(place.read_text))
         asked.cancel()  # as its deadline does
         with pytest.raises(asyncio.CancelledError):
@@ -49,6 +51,68 @@ def test_a_probe_that_is_still_importing_ends_with_its_request(tmp_path: Path) -
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+# Tenants share the probes.
+
+
+def test_a_free_probe_goes_to_the_waiting_tenant_that_uses_the_fewest() -> None:
+    started: list[str] = []
+
+    async def use(turns: FairTurns, tenant: str, end: asyncio.Event) -> None:
+        async with turns.turn(tenant, math.inf, TimeoutError()):
+            started.append(tenant)
+            await end.wait()
+
+    async def share() -> None:
+        turns, ends = FairTurns(2), [asyncio.Event() for _ in range(6)]
+        tasks = [asyncio.create_task(use(turns, "many", end)) for end in ends[:4]]
+        tasks += [asyncio.create_task(use(turns, "few", end)) for end in ends[4:]]
+        await _settled()
+        assert started == ["many", "many"]
+        tasks[2].cancel()  # a caller that leaves the queue
+        ends[0].set()
+        await _settled()
+        assert started == ["many", "many", "few"]
+        ends[1].set()
+        await _settled()
+        assert started == ["many", "many", "few", "many"]
+        for end in ends:
+            end.set()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end).__name__ for end in ended if end is not None] == ["CancelledError"]
+        assert started.count("few") == 2
+
+    asyncio.run(share())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "too late"])
+def test_a_caller_that_leaves_gives_its_probe_back(how: str) -> None:
+    async def share() -> None:
+        turns = FairTurns(1)
+        async with turns.turn("a", math.inf, TimeoutError()):
+            if how == "cancelled":
+                waiting = asyncio.create_task(_enter(turns, math.inf))
+                await _settled()
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+            else:
+                with pytest.raises(ConnectionRefusedError):
+                    await _enter(turns, 0.01)
+        await asyncio.wait_for(_enter(turns, math.inf), PATIENCE_S)
+
+    asyncio.run(share())
+
+
+async def _enter(turns: FairTurns, queue_s: float) -> None:
+    async with turns.turn("b", queue_s, ConnectionRefusedError()):
+        pass
+
+
+async def _settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 # Connections to PostgreSQL have timeouts, which the URL may change.

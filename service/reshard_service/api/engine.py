@@ -74,7 +74,9 @@ async def planned(context: ServiceContext, caller: Principal, body: ConvertReque
     roots = context.settings.jobs.roots
     limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
     request = await run_in_threadpool(limits.allowed_request, body, roots)
-    return await context.prober.plan(request, roots=limits.roots(roots), limit_s=context.settings.admission_s)
+    return await context.prober.plan(
+        request, tenant=caller.tenant, roots=limits.roots(roots), limit_s=context.settings.admission_s
+    )
 
 
 @router.post("/inspections", response_model=Inspection, responses={**OF_SOURCES, **problems(504)})
@@ -97,7 +99,7 @@ async def inspected(
     source = await run_in_threadpool(limits.allowed_source, body, roots)
     limit_s = context.settings.inspection_s if limit_s is None else limit_s
     try:
-        return await context.prober.inspect(source, roots=limits.roots(roots), limit_s=limit_s)
+        return await context.prober.inspect(source, tenant=caller.tenant, roots=limits.roots(roots), limit_s=limit_s)
     except ProbeTimeout as error:
         raise JobError(
             "job.wait_timeout",
@@ -117,7 +119,9 @@ async def pictured(context: ServiceContext, caller: Principal, body: ConvertRequ
     request = await run_in_threadpool(limits.allowed_request, body, roots)
     limit_s = context.settings.inspection_s
     try:
-        return await context.prober.pictures(request, tensor, roots=limits.roots(roots), limit_s=limit_s)
+        return await context.prober.pictures(
+            request, tensor, tenant=caller.tenant, roots=limits.roots(roots), limit_s=limit_s
+        )
     except ProbeTimeout as error:
         raise JobError(
             "job.wait_timeout",
@@ -129,7 +133,7 @@ async def pictured(context: ServiceContext, caller: Principal, body: ConvertRequ
 # Virtual layouts: targets whose files are computed from the source when they are read.
 
 layouts_router = APIRouter(prefix="/v1/layouts", tags=["layouts"])
-_OF_LAYOUTS = problems(404, 410)
+_OF_LAYOUTS = problems(403, 404, 410)
 
 
 @layouts_router.post(
@@ -167,7 +171,8 @@ def list_layouts(context: Context, caller: Reader) -> LayoutList:
 
 @layouts_router.get("/{layout_id}", response_model=Layout, responses=_OF_LAYOUTS, summary="Get a virtual layout")
 def get_layout(layout_id: str, context: Context, caller: Reader) -> Layout:
-    """Get a layout with its files. This is no use of it: the time at which it expires stays."""
+    """Get a layout with its files. The time at which it expires stays the same."""
+    _judged(context, context.layouts_of(caller).known(layout_id))
     return context.layouts_of(caller).get(layout_id)
 
 
@@ -184,6 +189,7 @@ async def remove_layout(layout_id: str, context: Context, caller: Submitter) -> 
 )
 def list_files(layout_id: str, context: Context, caller: Reader) -> LayoutFiles:
     """List the files of a layout, by their paths below this one."""
+    _judged(context, context.layouts_of(caller).known(layout_id))
     return LayoutFiles(files=context.layouts_of(caller).files(layout_id))
 
 
@@ -292,8 +298,17 @@ async def _found(context: ServiceContext, caller: Principal, layout_id: str, pat
             layout was made. Sizes, tags and conditions are answered as the bytes are.
     """
     layout = await run_in_threadpool(context.layouts_of(caller).use, layout_id, path)
-    judged = await run_in_threadpool(layout.limits.allowed_layout, layout.request, context.settings.jobs.roots)
-    return _File(replace(layout, request=judged), path)
+    return _File(await run_in_threadpool(_judged, context, layout), path)
+
+
+def _judged(context: ServiceContext, layout: UsedLayout) -> UsedLayout:
+    """A layout that was made before, judged by the limits of today.
+
+    Raises:
+        RequestError: `request.root_forbidden`.
+    """
+    request = layout.limits.allowed_layout(layout.request, context.settings.jobs.roots)
+    return replace(layout, request=request)
 
 
 # Conditions and ranges of requests.

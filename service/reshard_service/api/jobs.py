@@ -36,7 +36,7 @@ _TELLS_OF_THE_STORE = frozenset({"storage.denied", "storage.no_bucket"})
 
 
 async def admit(
-    request: ConvertRequest, *, limits: TenantLimits, settings: ServiceSettings, prober: Prober
+    request: ConvertRequest, *, tenant: str, limits: TenantLimits, settings: ServiceSettings, prober: Prober
 ) -> int | None:
     """Plan a submission without running it; return the bytes that it writes, or None if it was not planned.
 
@@ -51,7 +51,7 @@ async def admit(
     judged = await run_in_threadpool(limits.allowed_request, request, roots)
     queue_s, limit_s = settings.admission_queue_s, settings.admission_s
     try:
-        plan = await prober.plan(judged, roots=limits.roots(roots), limit_s=limit_s, queue_s=queue_s)
+        plan = await prober.plan(judged, tenant=tenant, roots=limits.roots(roots), limit_s=limit_s, queue_s=queue_s)
         return plan.write_bytes
     except ProbeTimeout as error:
         logger.info("a submission is accepted unplanned: %s", error)
@@ -143,7 +143,9 @@ async def create_job(
         request = settings.maxima.allowed_request(body.conversion())
         limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
         limits.require_priority(body.priority)
-        planned_bytes = await admit(request, limits=limits, settings=settings, prober=context.prober)
+        planned_bytes = await admit(
+            request, tenant=caller.tenant, limits=limits, settings=settings, prober=context.prober
+        )
         job = await run_in_threadpool(
             lambda: store.create(
                 request,

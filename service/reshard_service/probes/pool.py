@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 from asyncio.subprocess import Process
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
@@ -50,7 +51,7 @@ class Prober:
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
-        self._slots = asyncio.Semaphore(settings.probes)
+        self._turns = FairTurns(settings.probes)
         self._kept: list[Process] = []
 
     async def prepare(self) -> None:
@@ -63,43 +64,47 @@ class Prober:
         while self._kept:
             await _end(self._kept.pop())
 
-    async def inspect(self, source: SourceSpec, *, roots: Roots, limit_s: float) -> Inspection:
+    async def inspect(self, source: SourceSpec, *, tenant: str, roots: Roots, limit_s: float) -> Inspection:
         """Describe the checkpoint. The probe opens nothing outside of the roots.
 
         Raises:
             ReshardError: Any error of the engine.
             ProbeTimeout: It took longer than `limit_s`.
         """
-        return Inspection.model_validate(await self._ask("inspect", source, roots, limit_s))
+        return Inspection.model_validate(await self._ask("inspect", source, limit_s, tenant=tenant, roots=roots))
 
     async def plan(
-        self, request: ConvertRequest, *, roots: Roots, limit_s: float, queue_s: float = math.inf
+        self, request: ConvertRequest, *, tenant: str, roots: Roots, limit_s: float, queue_s: float = math.inf
     ) -> PlanSummary:
         """Plan the conversion. Raises the same errors as `inspect`; `ProbeTimeout` if none is free for `queue_s`, too.
 
         A probe that is free is taken at once.
         """
-        return PlanSummary.model_validate(await self._ask("plan", request, roots, limit_s, queue_s))
+        return PlanSummary.model_validate(
+            await self._ask("plan", request, limit_s, queue_s, tenant=tenant, roots=roots)
+        )
 
     async def pictures(
-        self, request: ConvertRequest, tensor: str | None, *, roots: Roots, limit_s: float
+        self, request: ConvertRequest, tensor: str | None, *, tenant: str, roots: Roots, limit_s: float
     ) -> LayoutPair:
         """The layouts of a conversion's source and target. Raises the same errors as `inspect`."""
         asked = PicturesAsked(request=request, tensor=tensor)
-        return LayoutPair.model_validate(await self._ask("pictures", asked, roots, limit_s))
+        return LayoutPair.model_validate(await self._ask("pictures", asked, limit_s, tenant=tenant, roots=roots))
 
     async def _ask(
         self,
         op: Literal["inspect", "plan", "pictures"],
         body: BaseModel,
-        roots: Roots,
         limit_s: float,
         queue_s: float = math.inf,
+        *,
+        tenant: str,
+        roots: Roots,
     ) -> Any:
         refused = ProbeTimeout(f"no process was free for {queue_s:g} s")
         try:
             # The wait for a free slot counts, too, so that a busy service does not keep its callers longer.
-            async with asyncio.timeout(limit_s), _turn(self._slots, queue_s, refused):
+            async with asyncio.timeout(limit_s), self._turns.turn(tenant, queue_s, refused):
                 output, status = await self._run(op, body, roots, limit_s)
         except TimeoutError as error:
             raise ProbeTimeout(f"it took longer than {limit_s:g} s") from error
@@ -173,6 +178,46 @@ def _result_of(answer: Any) -> Any:
     if "problem" in answer:
         raise from_problem(answer["problem"])
     return answer["result"]
+
+
+class FairTurns:
+    """Slots that the tenants share: a free slot goes to the waiting tenant that uses the fewest."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._used = Counter[str]()
+        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+
+    @asynccontextmanager
+    async def turn(self, tenant: str, queue_s: float, refused: Exception) -> AsyncGenerator[None]:
+        """A slot for the length of the block; raises `refused` if the tenant gets none within `queue_s` seconds."""
+        mine = (tenant, asyncio.get_running_loop().create_future())
+        self._waiting.append(mine)
+        self._assign()
+        try:
+            try:
+                async with asyncio.timeout(None if math.isinf(queue_s) else queue_s):
+                    await mine[1]
+            except TimeoutError as error:
+                raise refused from error
+            yield
+        finally:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+            else:
+                self._free += 1
+                self._used[tenant] -= 1
+                self._assign()
+
+    def _assign(self) -> None:
+        while self._free and self._waiting:
+            # Of equal tenants, the first that waits.
+            tenant, slot = chosen = min(self._waiting, key=lambda one: self._used[one[0]])
+            self._waiting.remove(chosen)
+            self._free -= 1
+            self._used[tenant] += 1
+            if not slot.done():  # a caller that was cancelled gives its slot back as it ends
+                slot.set_result(None)
 
 
 @asynccontextmanager
