@@ -261,7 +261,9 @@ _DEFAULT_FIXES: Mapping[str, str] = {
 _HIDDEN = "[hidden]"
 PROFILES_VARIABLE = "RESHARD_PROFILES"
 """The environment variable with the path of the operator's storage profiles."""
-_SECRET_NAME = re.compile(r"(?:token|secret|password|passphrase|_keys?|connection_string)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(?:token|secret|password|passphrase|_pass|_pwd|_auth|_keys?|connection_string)$", re.IGNORECASE
+)
 _NAME_OF_FILE = re.compile(r"SIGNING_(?:PUBLIC_)?KEY$")
 """Variables whose values are paths of key files; an error that hides the path helps nobody."""
 _PASSWORD_IN_URL = re.compile(r"://[^/@\s:]*:([^/\s]+)@")
@@ -328,7 +330,9 @@ def _within(value: str, *, any_parameter: bool = False) -> set[str]:
 
 def _secrets_of_profiles(env: Mapping[str, str]) -> set[str]:
     try:
-        profiles = tomllib.loads(Path(env.get(PROFILES_VARIABLE, "")).read_text(encoding="utf-8"))
+        path = Path(env.get(PROFILES_VARIABLE, ""))
+        # To read a pipe would block.
+        profiles = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError):
         # Whoever opens a profile gets the reason.
         return set()

@@ -191,7 +191,9 @@ def test_secrets_that_a_library_logs_are_hidden(
     monkeypatch.setenv("RESHARD_DATABASE_URL", "postgresql://u:planted-db@host/x")
     monkeypatch.setenv("RESHARD_TOKEN", "short")
     monkeypatch.setenv("RESHARD_LOG_FORMAT", "json")
-    assert {'pröfile"secret', "planted-aws", "planted-db"} <= secrets_of(os.environ)
+    monkeypatch.setenv("SMTP_PASS", "planted-pass")
+    monkeypatch.setenv("REDIS_AUTH", "planted-auth")
+    assert {'pröfile"secret', "planted-aws", "planted-db", "planted-pass", "planted-auth"} <= secrets_of(os.environ)
     assert not {"short", "us-east-1"} & secrets_of(os.environ)
     out = StringIO()
     configure_logs("INFO", stream=out)
@@ -202,6 +204,11 @@ def test_secrets_that_a_library_logs_are_hidden(
     assert line["message"] == (
         "[hidden] [hidden] [hidden] Bearer [hidden] GET /?X-Amz-Signature=[hidden]&page_token=kept&token=[hidden]"
     )
+
+
+def test_a_pipe_in_the_place_of_the_profiles_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "profiles")
+    assert secrets_of({"RESHARD_PROFILES": str(tmp_path / "profiles")}) == set()
 
 
 def test_a_record_that_cannot_be_formatted_ends_nothing(restored: None) -> None:

@@ -78,7 +78,7 @@ def test_forty_checkpoints_are_listed(forty: Path) -> None:
 def test_pruned_on_a_disk(run: Path) -> None:
     code, out, err = command("prune", str(run), *WORDS, "--yes")
     assert code == 0, err
-    assert "removed 33 checkpoints" in out
+    assert f"removed {len(STEPS) - len(KEPT)} checkpoints" in out
     assert [step for _, _, step, *_ in table(str(run))] == KEPT
     assert {path.name for path in run.iterdir()} == {"latest", *(f"global_step{step}" for step in KEPT)}
 

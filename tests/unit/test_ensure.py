@@ -105,6 +105,9 @@ def test_latest_may_be_a_link_to_the_directory_of_a_tag(save: Path, tmp_path: Pa
     (save / "latest").unlink()
     (save / "latest").symlink_to("global_step3")
     assert find_source(str(save), None) == LocalSource(str(save), ("global_step3",), names_tag=False)
+    assert load_engine().inspect(SourceSpec(url=str(save))).tag == "global_step3"
+    convert(save, tmp_path / "out", to="safetensors")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
     (save / "latest").unlink()
     (save / "latest").symlink_to(tmp_path)
     error = raised(SourceError, lambda: find_source(str(save), None))

@@ -388,9 +388,15 @@ def test_a_mark_that_is_damaged_is_reported_and_removes_nothing(tmp_path: Path) 
     run = run_of(tmp_path / "run", 100, 200)
     (run / ".reshard-removing-..%2Fvictim").write_text("{}")
     (run / ".reshard-removing-check%70oint-100").write_text("{}")
+    (run / ".reshard-removing-checkpoint-200").write_text("not a record")
     listed = load_engine().steps(str(run))
     assert listed.removing == ()
-    assert listed.others == (".reshard-removing-..%2Fvictim", ".reshard-removing-check%70oint-100")
+    assert listed.newest == "checkpoint-200", "a mark without a record hides no checkpoint"
+    assert listed.others == (
+        ".reshard-removing-..%2Fvictim",
+        ".reshard-removing-check%70oint-100",
+        ".reshard-removing-checkpoint-200",
+    )
 
 
 def test_a_file_behind_a_linked_directory_is_no_part_of_a_removal(tmp_path: Path) -> None:

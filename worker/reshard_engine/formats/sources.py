@@ -8,6 +8,7 @@ precision beside a training state, so a directory counts as weights only if no t
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -170,10 +171,9 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         return _tagged(location, listing, tag, code="source.not_found", said_by="--tag")
     if (here := _recognise(location, listing, None, of_training=(True,))) is not None:
         return here
-    by_name = listing.by_name
     for name in known_files().pointers:
-        if (pointer := by_name.get(name)) is not None:
-            return _pointed(location, listing, pointer, name)
+        if (pointed := _named_by(location, listing, name)) is not None:
+            return pointed
     if (here := _recognise(location, listing, None, of_training=(False,))) is not None:
         return here
     below = _Below(location)
@@ -354,6 +354,29 @@ def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: st
     text = read_bytes(location.store, pointer).decode("utf-8", "replace").strip()
     text = next((found for f in formats() if (found := f.pointed_directory(name, text)) is not None), text)
     return _tagged(location, listing, text, code="checkpoint.bad_latest", said_by=f"`{name}`")
+
+
+def _named_by(location: Location, listing: Listing, name: str) -> Found | None:
+    """The checkpoint that a pointer names; None without that pointer.
+
+    Raises:
+        SourceError: `checkpoint.bad_latest`.
+    """
+    if (pointer := listing.by_name.get(name)) is not None:
+        return _pointed(location, listing, pointer, name)
+    return _linked(location, name) if name in listing.directories else None
+
+
+def _linked(location: Location, name: str) -> Found | None:
+    """The checkpoint that a pointer names as a link to the directory of a tag (`ln -sfn global_step3 latest`).
+
+    None for a plain directory, and for a link that leads elsewhere: programs give links such names for other uses.
+    """
+    path = join(location.path, name)
+    if location.store.scheme != "file" or not os.path.islink(path):
+        return None
+    tag = os.path.relpath(os.path.realpath(path), os.path.realpath(location.path))
+    return None if tag == os.curdir or tag.startswith(os.pardir) else _recognise_child(location, tag)
 
 
 def training_state_near(location: Location) -> str:

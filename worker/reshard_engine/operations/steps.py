@@ -683,8 +683,13 @@ def _name_in(run: Location, mark: str) -> str | None:
     Whoever can write into a run could otherwise have files outside the run removed with a mark.
     """
     name = unquote(mark.removeprefix(_REMOVING), errors="surrogateescape")
-    known = has_plain_segments(name) and not name.startswith(".") and _mark_of(run, name) == join(run.path, mark)
-    return name if known and not _behind_link(run, join(run.path, name)) else None
+    path = join(run.path, mark)
+    known = has_plain_segments(name) and not name.startswith(".") and _mark_of(run, name) == path
+    if not known or _behind_link(run, join(run.path, name)):
+        return None
+    # A local checkpoint is renamed to its mark as a whole.
+    renamed = run.store.scheme == "file" and os.path.isdir(path) and not os.path.islink(path)
+    return name if renamed or _recorded(run, path) is not None else None
 
 
 def _objects(place: Location) -> list[ObjectInfo]:
@@ -756,12 +761,8 @@ def _end_removal(run: Location, name: str) -> bool:
         with writing(mark):
             _delete_local(mark)
         return True
-    info = run.store.stat(mark)
-    if info is None or info.size_bytes > _MOST_MARK_BYTES or _Surroundings.of(run).protects(name):
-        return False
-    try:
-        record = _Mark.model_validate(json.loads(read_bytes(run.store, info)))
-    except (ValueError, RecursionError):
+    record = _recorded(run, mark)
+    if record is None or _Surroundings.of(run).protects(name):
         return False
     first = {join(run.path, path) for path, _, _ in record.files[: record.first]}
     doomed = _unchanged(run, name, record)
@@ -778,6 +779,17 @@ def _end_removal(run: Location, name: str) -> bool:
                 os.rmdir(directory)
         unlink(mark)
     return True
+
+
+def _recorded(run: Location, mark: str) -> _Mark | None:
+    """The record in a mark; None if the mark is gone, or is not a record that `prune` writes."""
+    info = run.store.stat(mark)
+    if info is None or info.size_bytes > _MOST_MARK_BYTES:
+        return None
+    try:
+        return _Mark.model_validate(json.loads(read_bytes(run.store, info)))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _unchanged(run: Location, name: str, record: _Mark) -> list[str]:
