@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from house.dying import dying
@@ -24,7 +25,10 @@ from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models.reports import PrunePolicy, RunListing, RunStep
 from reshard.options import SourceSpec
+from reshard_engine.operations import steps
 from reshard_engine.operations.steps import decide, number_of
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import ObjectInfo
 
 NAMES = ("global_step{}", "checkpoint-{}", "iter_{:07d}", "epoch{}", "best", "final", "dp{}")
 
@@ -439,13 +443,42 @@ def test_the_best_checkpoint_of_a_trainer_stays(tmp_path: Path) -> None:
         text = json.dumps({"global_step": number, "best_model_checkpoint": name})
         (run / f"checkpoint-{number}" / "trainer_state.json").write_text(text)
     told = pruned(run, "--keep-last", "1", "--yes")
-    assert "stays: checkpoint-200 (the best checkpoint of checkpoint-400: trainer_state.json)" in told
+    assert "stays: checkpoint-200 (the best checkpoint of checkpoint-400, by its record)" in told
     # The best of a step that stays: that of 200 is 100, which training from 200 would load in the end.
     assert there(run) == [100, 200, 400]
     (run / "checkpoint-400" / "trainer_state.json").write_text("{")
     (run / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": str(run / "checkpoint-100")}))
     pruned(run, "--keep-last", "1", "--yes")
     assert there(run) == [100, 400]
+
+
+def save_files(place: Path, *steps: int) -> None:
+    """Checkpoints of Lightning, each in one file."""
+    for number in steps:
+        facts = {"pytorch-lightning_version": "2.6.6", "epoch": 0, "global_step": number, "loops": {}}
+        state = {**facts, "optimizer_states": [], "lr_schedulers": [], "state_dict": {"w": torch.ones(2)}}
+        torch.save(state, place / f"step-{number}.ckpt")
+
+
+def test_checkpoints_that_are_files_are_removed(tmp_path: Path) -> None:
+    save_files(tmp_path, 1, 2, 3)
+    assert "removed 2 checkpoints" in pruned(tmp_path, "--keep-last", "1", "--yes")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3.ckpt"]
+
+
+def test_a_removal_that_removes_nothing_is_not_reported_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_files(tmp_path, 1, 2)
+    mark = steps._mark
+
+    def written_again(run: Location, name: str, going: Sequence[ObjectInfo]) -> None:
+        mark(run, name, going)
+        os.utime(tmp_path / name, (1e9, 1e9))
+
+    monkeypatch.setattr(steps, "_mark", written_again)
+    told = pruned(tmp_path, "--keep-last", "1", "--yes")
+    assert "removed 0 checkpoints" in told
+    assert "stays after all: step-1.ckpt: its files were written again meanwhile" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.ckpt", "step-2.ckpt"]
 
 
 def test_a_link_out_of_a_run_is_not_walked(tmp_path: Path) -> None:

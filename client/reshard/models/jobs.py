@@ -368,7 +368,9 @@ class SourceCheck(WireModel):
             (other, f"{_percent(other, self.read_bytes)} of the bytes, which have no CRC-32"),
         )
         left = ", ".join(text for number, text in notes if number)
-        what = f"{self.matching:,} of {self.records:,} records were compared with their CRC-32 ({share} of the bytes read)"
+        what = (
+            f"{self.matching:,} of {self.records:,} records were compared with their CRC-32 ({share} of the bytes read)"
+        )
         what += ": all match" if self.matching else ""
         return f"source: {what}" + (f"; not checked: {left}" if left else "")
 

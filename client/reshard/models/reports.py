@@ -368,8 +368,8 @@ class RunStep(WireModel):
     """True if a certificate of `reshard seal` or `convert --sign` stands beside it. Nothing is verified."""
     of_training: bool = False
     """True if it holds the state of a training, and not weights alone."""
-    best: EntryName = ""
-    """The entry of the run that its `trainer_state.json` records as the best checkpoint; empty without a record."""
+    best: tuple[EntryName, ...] = ()
+    """The entries of the run that its `trainer_state.json` or its Lightning callbacks record as the best checkpoint."""
 
 
 class RunListing(WireModel):

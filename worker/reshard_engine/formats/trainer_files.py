@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -293,6 +294,22 @@ def best_checkpoint_in(text: bytes) -> str:
         return ""
     best: Any = cast("dict[str, Any]", state).get("best_model_checkpoint") if isinstance(state, dict) else None
     return best if isinstance(best, str) else ""
+
+
+def best_of_callbacks(client_state: Mapping[str | int, Node]) -> list[str]:
+    """The paths that Lightning's `ModelCheckpoint` callbacks record as the best checkpoint.
+
+    Source: pytorch-lightning 2.6.6 `callbacks/model_checkpoint.py` (`state_dict`), `trainer/connectors/
+    checkpoint_connector.py` (`dump_checkpoint`).
+    """
+    best: list[str] = []
+    with suppress(SourceError):
+        callbacks = client_state.get("callbacks")
+        for callback in mapping_items(callbacks, what="callbacks").values() if is_mapping(callbacks) else ():
+            state = mapping_items(callback, what="a callback") if is_mapping(callback) else {}
+            if isinstance(path := state.get("best_model_path"), str) and path:
+                best.append(path)
+    return best
 
 
 # State dicts of torch's learning-rate schedulers, recognised by their content.

@@ -46,7 +46,7 @@ from reshard_engine.formats.sources import (
     refuse_unfinished,
     state_here,
 )
-from reshard_engine.formats.trainer_files import STATE_LIMIT_BYTES, TRAINER_STATE, best_checkpoint_in
+from reshard_engine.formats.trainer_files import STATE_LIMIT_BYTES, TRAINER_STATE, best_checkpoint_in, best_of_callbacks
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.local_writes import sync_directory, unlink, write_file, writing
 from reshard_engine.storage.locations import Location
@@ -143,8 +143,9 @@ class _Surroundings:
 
 def _behind_link(run: Location, path: str) -> bool:
     """True if a local path below a run is a link, or leads through one: what it names may lie outside the run."""
-    inner = path[len(run.path) + 1 :]
-    return run.store.scheme == "file" and os.path.realpath(path) != join(os.path.realpath(run.path), inner)
+    if run.store.scheme != "file" or path == run.path:
+        return False
+    return os.path.realpath(path) != join(os.path.realpath(run.path), path[len(run.path) + 1 :])
 
 
 def _entry(run: Location, names: Collection[str], path: str) -> str:
@@ -294,7 +295,7 @@ def _step(
         named_by=around.pointers_to(name),
         in_use=name.partition("/")[0] in around.converting,
         sealed=f"{name}{SEALED}" in around.listing.by_name,
-        best=_best_in(run, entries, below.get(f"{name}/{TRAINER_STATE}")),
+        best=tuple(filter(None, [_best_in(run, entries, below.get(f"{name}/{TRAINER_STATE}"))])),
     )
     try:
         refuse_unfinished(run, around.listing)
@@ -313,6 +314,7 @@ def _step(
         "step": read.counters.steps,
         "complete": True,
         "of_training": found.format.of_training,
+        "best": (*seen.best, *(_entry(run, entries, path) for path in best_of_callbacks(read.client_state))),
     }
     return seen.model_copy(update=facts)
 
@@ -500,18 +502,20 @@ def decide(listing: RunListing, policy: PrunePolicy) -> list[PruneDecision]:
     """Decide which checkpoints of a run a policy keeps, and why; it is pure.
 
     Kept whatever the policy says: what is named by a pointer, is in use, is not complete, has no step, or has a name
-    that is not of a step, such as `best`; and the best checkpoint of a Trainer's step that is kept, which training
-    from that step loads at its end (`load_best_model_at_end`).
+    that is not of a step, such as `best`; and the best checkpoint that the Trainer or Lightning recorded in a step that
+    is kept, which training from that step loads at its end (`load_best_model_at_end`, `ckpt_path="best"`).
     """
     # Newer weights alone do not cost a run the last states that it can resume from.
     last = {step for states in (False, True) for step in _complete_steps(listing, states=states)[: policy.keep_last]}
     reasons = {s.name: _kept_for(s, policy, last) for s in listing.steps}
-    bests = {s.name: s.best for s in listing.steps if reasons.get(s.best) == ""}
+    bests = {s.name: s.best for s in listing.steps}
     kept = [name for name, reason in reasons.items() if reason]
     while kept:
-        if reasons.get(best := bests.get(name := kept.pop(), "")) == "":
-            reasons[best] = f"the best checkpoint of {name}: {TRAINER_STATE}"
-            kept.append(best)
+        name = kept.pop()
+        for best in bests[name]:
+            if reasons.get(best) == "":
+                reasons[best] = f"the best checkpoint of {name}, by its record"
+                kept.append(best)
     return [
         PruneDecision(name=s.name, step=s.step, files=s.files, size_bytes=s.size_bytes, kept_for=reasons[s.name])
         for s in listing.steps
@@ -664,7 +668,8 @@ def _removed(run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | 
             why = f"a segment of a name in it is empty, `.` or `..`: {printable(unclear[0])}"
         else:
             _mark(run, found.name, going)
-            _end_removal(run, found.name)
+            if not _end_removal(run, found.name) and going:
+                why = "its files were written again meanwhile"
     return found.model_copy(update={"kept_for": why})
 
 
@@ -744,15 +749,15 @@ def _ended(run: Location, name: str) -> bool:
         StorageError: The store cannot be reached, or denies the removal.
     """
     try:
-        return _end_removal(run, name)
+        return _end_removal(run, name) is not None
     except (SourceError, StorageError) as error:
         if isinstance(error, StorageError) and error.code != "storage.protocol":
             raise
         return False
 
 
-def _end_removal(run: Location, name: str) -> bool:
-    """End a removal that was begun; False if it may not end.
+def _end_removal(run: Location, name: str) -> int | None:
+    """End a removal that was begun; returns how many files or directories it removed, None if it may not end.
 
     A file that was written again since then is another file, and stays, also if it has the same bytes.
     """
@@ -760,17 +765,17 @@ def _end_removal(run: Location, name: str) -> bool:
     if run.store.scheme == "file" and os.path.isdir(mark):
         with writing(mark):
             _delete_local(mark)
-        return True
+        return 1
     record = _recorded(run, mark)
     if record is None or _Surroundings.of(run).protects(name):
-        return False
+        return None
     first = {join(run.path, path) for path, _, _ in record.files[: record.first]}
     doomed = _unchanged(run, name, record)
     if isinstance(run.store, ObjectStore):
         run.store.delete([path for path in doomed if path in first])
         run.store.delete([path for path in doomed if path not in first], in_order=False)
         run.store.delete([mark])
-        return True
+        return len(doomed)
     with writing(mark):
         for path in doomed:
             unlink(path)
@@ -778,7 +783,7 @@ def _end_removal(run: Location, name: str) -> bool:
             with suppress(OSError):  # another file lies there
                 os.rmdir(directory)
         unlink(mark)
-    return True
+    return len(doomed)
 
 
 def _recorded(run: Location, mark: str) -> _Mark | None:
