@@ -34,6 +34,8 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _RANDOM = re.compile(r"random_states_\d\.pkl|rng_state(_\d)?\.pth")
 """Random states of one trainer are of no use to another framework: no other format carries them."""
 _COMPANION = re.compile(rf"scheduler(_\d)?\.(bin|pt)|{_RANDOM.pattern}|custom_checkpoint_\d\.pkl|meta\.pt")
+_MADE_SCHEDULER = {"last_batch_iteration", "last_epoch", "_step_count", "lr_lambdas", "_scale_fn_custom"}
+"""The Trainer loads no optimizer without a scheduler: a target of a source without one gets a count of updates."""
 Path = tuple[str | int, ...]
 
 
@@ -156,6 +158,9 @@ def _companions(files: Mapping[str, bytes]) -> Iterator[tuple[str, Tree]]:
             continue
         assert _COMPANION.fullmatch(name), f"{name} has no business here"
         found = tree_of(load(data))
+        if name == "scheduler.pt" and found.keys() == _MADE_SCHEDULER:
+            assert found["_step_count"] == found["last_epoch"] + 1 == found["last_batch_iteration"] + 2
+            continue
         if name == "meta.pt":
             yield from ((f"meta/{k}", v) for k, v in found.items())
         elif not _RANDOM.fullmatch(name):

@@ -407,6 +407,31 @@ def test_what_a_framework_insists_on_is_made_with_a_word(tmp_path: Path) -> None
     assert loaded(target)["train_state"]["step"] == 7
 
 
+@pytest.mark.parametrize(
+    "options",
+    [DCP, {"to": "torch_save"}, {"to": "torch_save", "torch_file": "optimizer.pt"}],
+    ids=["shards", "full files", "without FSDP"],
+)
+def test_the_trainer_gets_a_scheduler_without_which_it_loads_no_optimizer(options: State, tmp_path: Path) -> None:
+    """A run's own is taken in its place. The made one is read as none, so that another target makes its own."""
+    source = saved(tmp_path, {"model": model(), "optimizer": optimizer(model())})
+    target, result = converted(source, options, framework="trainer")
+    assert said(result, "goes on as after 3 updates") != []
+    state = torch.load(target / "scheduler.pt")
+    assert (state["last_epoch"], state["_step_count"], state["lr_lambdas"]) == (3, 4, [])
+    assert read(target, param_order="model").schedulers == ()
+    own = saved(tmp_path / "own", {"model": model(), "optimizer": optimizer(model()), "lr_scheduler": scheduler(0.1)})
+    target, result = converted(own, options, framework="trainer")
+    assert said(result, "scheduler.pt was made") == []
+    assert _rates(target, "trainer") == [0.1]
+
+
+def test_weights_alone_get_no_scheduler_of_the_trainer(tmp_path: Path) -> None:
+    target, result = converted(saved(tmp_path, {"model": model()}), DCP, framework="trainer")
+    assert said(result, "scheduler.pt was made") == []
+    assert not (target / "scheduler.pt").exists()
+
+
 # Numbers in place of names.
 
 

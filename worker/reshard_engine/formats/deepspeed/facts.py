@@ -25,6 +25,7 @@ from reshard_engine.formats.deepspeed.files import (
     VERSION,
 )
 from reshard_engine.formats.format import RunFacts
+from reshard_engine.formats.trainer_files import is_made, made_scheduler, steps_and_updates
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -231,7 +232,7 @@ def run_fields(entries: Mapping[str | int, Node], rng: tuple[Mapping[str, Node],
     scheduler = entries.get(SCHEDULER)
     return {
         "counters": Counters(**counted, tokens=tokens if type(tokens) is int else None),
-        "schedulers": () if scheduler is None or _is_made(scheduler) else (scheduler,),
+        "schedulers": () if scheduler is None or is_made(scheduler) else (scheduler,),
         "rng": rng,
         "client_state": {k: v for k, v in entries.items() if k not in taken},
     }
@@ -239,7 +240,7 @@ def run_fields(entries: Mapping[str | int, Node], rng: tuple[Mapping[str, Node],
 
 def own_entries(entries: Mapping[str | int, Node]) -> dict[str | int, Node]:
     """The entries that only DeepSpeed knows, and entries with a counter's name whose value is not an integer."""
-    made = {SCHEDULER} if _is_made(entries.get(SCHEDULER)) else set[str]()
+    made = {SCHEDULER} if is_made(entries.get(SCHEDULER)) else set[str]()
     return {k: v for k, v in entries.items() if k in OWN_KEYS | made or (k in COUNTERS and type(v) is not int)}
 
 
@@ -271,7 +272,7 @@ def _joined(checkpoint: Checkpoint, facts: DeepSpeedFacts) -> dict[str | int, No
 
 def _derived(checkpoint: Checkpoint) -> dict[str | int, Node]:
     """The entries that loaders require, made for a source whose files were not DeepSpeed's."""
-    steps, updates = _counted(checkpoint)
+    steps, updates = steps_and_updates(checkpoint)
     numbers = {p.fqn: p.weight for p in checkpoint.parameters if p.weight is not None}
     numbers |= {b.fqn: b.tensor for b in checkpoint.buffers}
     nodes: dict[str, Node] = {**{n: PTensorRef(t) for n, t in numbers.items()}, **checkpoint.extra_states}
@@ -282,7 +283,7 @@ def _derived(checkpoint: Checkpoint) -> dict[str | int, Node]:
         "buffer_names": PList([b.fqn for b in checkpoint.buffers if b.registered]),
         "optimizer": None,
         "shared_params": mapping_of({**checkpoint.shared}),
-        SCHEDULER: _scheduler(updates or 0),
+        SCHEDULER: made_scheduler(updates or 0),
         "skipped_steps": 0,
         "global_steps": steps or 0,
         "dp_world_size": checkpoint.world.get("dp", 1),
@@ -291,46 +292,11 @@ def _derived(checkpoint: Checkpoint) -> dict[str | int, Node]:
     }
 
 
-def _counted(checkpoint: Checkpoint) -> tuple[int | None, int | None]:
-    """The run's steps, and its updates: steps without those that fp16 skipped. None where the source counts nothing.
-
-    DeepSpeed's engine steps a scheduler with each update (deepspeed 0.19.8 `runtime/engine.py`, `_take_model_step`).
-    """
-    counters = checkpoint.counters
-    own = max((int(p.scalars["step"].value) for p in checkpoint.trained if "step" in p.scalars), default=None)
-    steps = own if counters.steps is None else counters.steps
-    if counters.steps is not None and counters.skipped_steps is not None:
-        return steps, counters.steps - counters.skipped_steps
-    return steps, steps if own is None else own
-
-
-def _scheduler(updates: int) -> Node:
-    """A state that schedulers of DeepSpeed and of torch load, and from which they go on as after so many updates.
-
-    DeepSpeed's five load `last_batch_iteration`. Torch's update their attributes with the whole state: most compute
-    their next rates from `last_epoch` and the rates in the param groups. `lr_lambdas` and `_scale_fn_custom` are keys
-    without which three of them refuse a state. Verified by running each against an uninterrupted run.
-
-    Source: deepspeed 0.19.8 `runtime/lr_schedules.py`, torch 2.13.0 `optim/lr_scheduler.py` (`load_state_dict`).
-    """
-    return mapping_of({
-        "last_batch_iteration": updates - 1, "last_epoch": updates, "_step_count": updates + 1,
-        "lr_lambdas": PList([]), "_scale_fn_custom": None,
-    })  # fmt: skip
-
-
-def _is_made(scheduler: Node) -> bool:
-    """True for a state that `_scheduler` made. No scheduler saves just these keys."""
-    held = mapping_items(scheduler, what=SCHEDULER) if is_mapping(scheduler) else {}
-    counted = held.get("last_epoch")
-    return type(counted) is int and held.keys() == mapping_items(_scheduler(counted), what=SCHEDULER).keys()
-
-
 def derived_warnings(checkpoint: Checkpoint) -> list[str]:
     """Warnings about counters, schedulers and frozen weights of which a source of another format holds none."""
     if facts_of(checkpoint).order:
         return []
-    steps, updates = _counted(checkpoint)
+    steps, updates = steps_and_updates(checkpoint)
     found = ["nothing in the source counts steps: global_steps is 0"] if steps is None else []
     if checkpoint.frozen_left_out:
         found.append(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from reshard.choices import OpaquePolicy, ParamOrder
 from reshard.dcp_options import DcpOptions, Framework
-from reshard.errors import RequestError, listed
+from reshard.errors import RequestError, counted, listed
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.containers.safetensors import safetensors_template
@@ -54,6 +54,8 @@ from reshard_engine.formats.trainer_files import (
     TRAINER_STATE,
     WEIGHTS,
     is_scheduler,
+    made_scheduler,
+    steps_and_updates,
     trainer_facts,
 )
 from reshard_engine.pickles.nodes import Node, PList, PTensorRef, mapping_items, mapping_of, node_of
@@ -74,6 +76,11 @@ _CONTROL = dict.fromkeys(
 MADE_STATE = (
     f"{TRAINER_STATE} was made, as the source has none: the Trainer takes logging_steps, eval_steps and save_steps "
     "(500 each) from it, and the epoch begins at 0; edit it, or name a checkpoint-N: --trainer-files DIR"
+)
+MADE_SCHEDULER = (
+    "scheduler.pt was made, as the source has none for the Trainer, which loads no optimizer without it: the run's "
+    "scheduler goes on as after {updates}, and one that remembers more than a count begins anew; to keep its own, "
+    "name a checkpoint-N: --trainer-files DIR"
 )
 MADE_META = f"{META} was made, as the source has none: the epoch begins at 0"
 _RANDOM_STATE = {Framework.TRAINER: "python", Framework.ACCELERATE: "random_state"}
@@ -99,6 +106,8 @@ def trainer_files(
     trainer = framework is Framework.TRAINER
     for number, node in schedulers.items():
         yield file("scheduler.pt" if trainer else f"scheduler{f'_{number}' if number else ''}.bin", node)
+    if makes_scheduler(checkpoint, framework, schedulers):
+        yield file("scheduler.pt", made_scheduler(steps_and_updates(checkpoint)[1] or 0))
     states_of = rank_states(checkpoint, framework)
     for rank, states in enumerate(states_of):
         name = f"rng_state{f'_{rank}' if len(states_of) > 1 else ''}.pth" if trainer else f"random_states_{rank}.pkl"
@@ -114,6 +123,16 @@ def trainer_files(
 def makes_trainer_state(checkpoint: Checkpoint, framework: Framework) -> bool:
     """True if a target for the Trainer gets a state of the Trainer that no run wrote."""
     return framework is Framework.TRAINER and TRAINER_STATE not in trainer_facts(checkpoint).texts
+
+
+def makes_scheduler(checkpoint: Checkpoint, framework: Framework, schedulers: Mapping[int, Node]) -> bool:
+    """True if a target for the Trainer gets the state of a scheduler that no run saved.
+
+    Without the file, the Trainer does not load the optimizer either, and does not say so.
+
+    Source: transformers 5.23.0 `trainer.py` (`_load_optimizer_and_scheduler`); verified by resuming.
+    """
+    return framework is Framework.TRAINER and not schedulers and checkpoint.optimizer is not None
 
 
 def left_out(checkpoint: Checkpoint) -> Iterator[NotCarried]:
@@ -164,9 +183,7 @@ def rank_states(checkpoint: Checkpoint, framework: Framework) -> tuple[Mapping[s
 
 def steps_of(checkpoint: Checkpoint) -> int | None:
     """The steps that the run counted, or those of the parameter that was updated most often; None if nothing counts."""
-    if checkpoint.counters.steps is not None:
-        return checkpoint.counters.steps
-    return max((int(p.scalars["step"].value) for p in checkpoint.trained if "step" in p.scalars), default=None)
+    return steps_and_updates(checkpoint)[0]
 
 
 def _trainer_state(steps: int) -> bytes:
@@ -523,6 +540,9 @@ class _LaidOut:
         laid = list(files)
         warnings = [*dict.fromkeys(self.warnings)]
         warnings += [MADE_STATE] if makes_trainer_state(checkpoint, target.framework) else []
+        if makes_scheduler(checkpoint, target.framework, _schedulers(target)):
+            updates = steps_and_updates(checkpoint)[1] or 0
+            warnings.append(MADE_SCHEDULER.format(updates=counted(updates, "update")))
         warnings += [MADE_META] if target.framework is Framework.LIGHTNING and not target.own else []
         warnings += _made_counters(target)
         warnings += [carried.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
