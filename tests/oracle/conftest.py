@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from house.printed_lines import target
 from oracle.conversions import bf16_spread, universal
 from oracle.fixtures import fsdp, oracle, parallel, saved, trained, trained_on, worlds
 from servers.fixtures import bucket, s3
@@ -16,6 +17,7 @@ __all__ = [
     "parallel",
     "s3",
     "saved",
+    "target",
     "trained",
     "trained_on",
     "universal",

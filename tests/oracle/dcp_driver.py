@@ -70,6 +70,7 @@ class Job:
         partial: accepts that states are missing.
         scheduler: the state for a scheduler of which the checkpoint says nothing.
         direct: the options of `reshard.dcp.Reader`, if that reads it; the checkpoint may be of any format then.
+        line: the call of a script that reads it, in place of the oracle's own.
     """
 
     run: FsdpRun
@@ -79,11 +80,12 @@ class Job:
     partial: bool = False
     scheduler: Any = None
     direct: dict[str, Any] | None = None
+    line: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the way into a rank."""
         rest = {"kind": self.kind, "path": str(self.path), "out": str(self.out), "partial": self.partial}
-        rest |= {"direct": self.direct}
+        rest |= {"direct": self.direct, "line": self.line}
         return rest | {"run": self.run.to_json(), "scheduler": self.scheduler if self.run.scheduler else None}
 
 
@@ -149,6 +151,26 @@ class FsdpOracle:
                 )
             case "torch" | "items":
                 raise ValueError("several at once: resume_all; in one form: resume_items")
+        return Resumed.of(out, got["losses"])
+
+    def resume_by_line(self, framework: Framework, run: FsdpRun, line: str, out: Path) -> Resumed:
+        """Resumes by the call of a user's script, run with the names that the script of this framework has.
+
+        Raises:
+            WorldError: it failed; the traceback is in it.
+        """
+        shared: dict[str, Any] = {"world": run.mesh.world, "line": line}
+        match framework:
+            case "accelerate":
+                got = self._run("dcp_load:accelerate", run=run.to_json(), out=str(out), **shared)
+            case "lightning":
+                got = self._run("dcp_lightning:fit", run=run.to_json(), folder=str(out), **shared)
+            case "trainer":
+                kind: dict[str, Any] = {"kind": run.name, "version": _version(run)}
+                got = self._run("dcp_trainer:trainer", folder=str(out), **kind, **shared)
+                got = {"losses": [got["losses"][step] for step in ("4", "5", "6")]}
+            case _:
+                raise ValueError("dcp.load: Job.line")
         return Resumed.of(out, got["losses"])
 
     def resume_items(

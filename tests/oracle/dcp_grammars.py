@@ -173,7 +173,13 @@ def _grammar_of_2_3(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def load(
-    running: Running, kind: str, folder: Path, *, partial: bool = False, direct: dict[str, Any] | None = None
+    running: Running,
+    kind: str,
+    folder: Path,
+    *,
+    partial: bool = False,
+    direct: dict[str, Any] | None = None,
+    line: str | None = None,
 ) -> None:
     """Loads one checkpoint into a run that has made no step, as the program that wrote the grammar would; collective.
 
@@ -183,6 +189,7 @@ def load(
         folder: the checkpoint's directory.
         partial: accepts that the checkpoint lacks states which a fresh optimizer is given.
         direct: reads by `reshard.dcp.Reader` with these options, from a checkpoint of any format.
+        line: the call of a script that reads, in place of the one here; of ``nested``, ``flat`` and ``titan``.
     """
     # By default torch 2.13 drops what FSDP1 holds no piece of on this rank, takes the rest for a checkpoint of torch
     # 2.3, and finds no such keys.
@@ -191,14 +198,21 @@ def load(
     reader = FileSystemReader(str(folder)) if direct is None else reshard.dcp.Reader(folder, **direct)
     kwargs: dict[str, Any] = {"storage_reader": reader, "planner": planner}
     wanted: dict[str, Any] = {}
+
+    def read(state_dict: dict[str, Any]) -> None:
+        if line is None:
+            dcp.load(state_dict, **kwargs)
+        else:
+            eval(line, {"dcp": dcp, "state_dict": state_dict})
+
     match kind:
         case "nested":
             wanted = nested(running)
-            dcp.load(wanted, **kwargs)
+            read(wanted)
             _set(running, wanted["model"], wanted["optimizer"])
         case "flat" | "titan":
             wanted = _flat(running)
-            dcp.load(wanted, **kwargs)
+            read(wanted)
             model = {key: wanted[key] for key in states.get_model_state_dict(running.model)}
             _set(running, model, wanted["optimizer"], FLAT)
             running.steps = wanted["train_state"].step

@@ -58,6 +58,10 @@ class _Module(pl.LightningModule):
             mesh: Any = self.device_mesh
             wrap_fsdp2(self.model, mesh["data_parallel"], mesh["tensor_parallel"])
 
+    def train_dataloader(self) -> Any:
+        """Only says how many steps there can be."""
+        return DataLoader(range(100), batch_size=1)  # type: ignore[arg-type]
+
     def training_step(self, _: Any, __: int) -> Any:
         """The loss of this rank's rows of the step, whatever the loader dealt out."""
         loss = self.model(*rows(self.run.mesh, self.global_step))
@@ -105,29 +109,30 @@ def _strategy(run: FsdpRun) -> Any:
     )
 
 
-def fit(run: dict[str, Any], folder: str, resume: str | None = None) -> dict[str, Any]:
+def fit(run: dict[str, Any], folder: str, resume: str | None = None, line: str | None = None) -> dict[str, Any]:
     """Trains to step 6 by ``Trainer.fit``, from the start or from a checkpoint.
 
     Args:
         run: an ``FsdpRun`` as plain data; FSDP2 is Lightning's ModelParallelStrategy.
         folder: the checkpoint of step 3 goes into ``saved.ckpt`` there, and the truth beside it.
         resume: a checkpoint.
+        line: the call of a script that resumes, in place of the one here.
 
     Returns:
         ``losses`` of the steps that were made.
     """
-    parsed = FsdpRun.of(run)
+    parsed, resumed = FsdpRun.of(run), resume is not None or line is not None
     _, world = start_world()
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module = _Module(parsed, SOURCE_SEED if resume is None else RESUME_SEED)
+        module = _Module(parsed, RESUME_SEED if resumed else SOURCE_SEED)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=world,
             strategy=_strategy(parsed),
             max_steps=2 * STEPS,
-            callbacks=[_SavesAtThree(Path(folder), resumed=resume is not None)],
+            callbacks=[_SavesAtThree(Path(folder), resumed=resumed)],
             use_distributed_sampler=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -135,5 +140,8 @@ def fit(run: dict[str, Any], folder: str, resume: str | None = None) -> dict[str
             logger=False,
             default_root_dir=folder,
         )
-        trainer.fit(module, DataLoader(range(100), batch_size=1), ckpt_path=resume)
+        if line is None:
+            trainer.fit(module, ckpt_path=resume)
+        else:
+            eval(line, {"trainer": trainer, "model": module})
     return {"losses": module.global_losses}

@@ -31,8 +31,8 @@ def torch_only(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Args:
         jobs: of each the ``run``, the ``kind`` of its grammar, its ``path``, where to dump (``out``), ``partial`` if
-            states may be missing, the options of `reshard.dcp.Reader` if that reads it (``direct``), and the
-            ``scheduler``'s state if the checkpoint holds none.
+            states may be missing, the options of `reshard.dcp.Reader` if that reads it (``direct``), the
+            ``scheduler``'s state if the checkpoint holds none, and the ``line`` of a script that loads it, if any.
 
     Returns:
         For each the ``losses`` of its three steps, or the ``error`` that loading ended with.
@@ -45,7 +45,9 @@ def torch_only(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if job["scheduler"] is not None:
             running.scheduler = None  # the checkpoint holds none
         try:
-            load(running, job["kind"], Path(job["path"]), partial=job["partial"], direct=job["direct"])
+            load(
+                running, job["kind"], Path(job["path"]), partial=job["partial"], direct=job["direct"], line=job["line"]
+            )
         except (Exception, CheckpointException):  # noqa: BLE001 - the test judges it; torch's is none of Exception's
             results.append({"error": traceback.format_exc()})
             continue
@@ -57,10 +59,23 @@ def torch_only(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def accelerate(run: dict[str, Any], path: str, out: str, direct: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Resumes by ``Accelerator.load_state(path)``; with ``direct``, by ``reshard.direct`` with these options."""
+def accelerate(
+    run: dict[str, Any],
+    out: str,
+    path: str | None = None,
+    direct: dict[str, Any] | None = None,
+    line: str | None = None,
+) -> dict[str, Any]:
+    """Resumes by ``Accelerator.load_state(path)``.
+
+    With ``direct``, by ``reshard.direct`` with these options; with ``line``, by this call of a script.
+    """
     join_as_accelerate()
     accelerator, running = start_accelerate(FsdpRun.of(run), seed=RESUME_SEED)
-    with nullcontext(path) if direct is None else reshard.direct(path, **direct) as place:
-        accelerator.load_state(place)
+    if line is not None:
+        eval(line, {"accelerator": accelerator})
+    else:
+        assert path is not None
+        with nullcontext(path) if direct is None else reshard.direct(path, **direct) as place:
+            accelerator.load_state(place)
     return {"losses": _go_on(running, out)}

@@ -94,6 +94,7 @@ def trainer(
     to: str | None = None,
     adapter: str | None = None,
     universal: bool = False,
+    line: str | None = None,
 ) -> dict[str, Any]:
     """Trains to step 6 under ``Trainer``, from the start or from a checkpoint.
 
@@ -107,12 +108,14 @@ def trainer(
         adapter: trains one of this kind on a frozen model (`oracle.dcp_peft_cases`); PEFT's own word on it is left in
             ``folder/peft``.
         universal: DeepSpeed loads a universal checkpoint.
+        line: the call of a script that resumes, in place of the one here.
 
     Returns:
         ``losses`` by step, and the ``path`` that was resumed from.
     """
     _, world = join_as_accelerate() if stage is None else join_as_deepspeed()
-    seed = 4321 if resume is None else 98765
+    resumed = resume is not None or line is not None
+    seed = 98765 if resumed else 4321
     # Before the arguments: with ZeRO-3 in them, transformers would draw the base model anew, part by part.
     model: Any = None if adapter is None else adapted(kind, adapter, seed)
     torch.manual_seed(seed)
@@ -132,10 +135,13 @@ def trainer(
     )
     if model is None:
         model = AutoModelForCausalLM.from_config(config_of(kind))
-    dumps = _Dumps(Path(folder), resumed=resume is not None, kind=kind, adapter=adapter)
+    dumps = _Dumps(Path(folder), resumed=resumed, kind=kind, adapter=adapter)
     run = _Recording(model=model, args=arguments, train_dataset=Rows(GLOBAL_ROWS * STEPS), callbacks=[dumps])
     run.losses = {}
     dumps.trainer = run
     path = resume if resume is None or to is None else reshard.ensure(resume, to=to, zero_stage=stage)
-    run.train(resume_from_checkpoint=path)
+    if line is None:
+        run.train(resume_from_checkpoint=path)
+    else:
+        eval(line, {"trainer": run})
     return {"losses": run.losses, "path": path}
