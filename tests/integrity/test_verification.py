@@ -256,13 +256,13 @@ def test_full_reads_the_source_of_a_finished_target_too(tmp_path: Path) -> None:
 ZERO_FILE = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
-def records_of_tensors(path: Path) -> list[tuple[int, int]]:
-    """(offset, length) of the records of tensors that are not read with the metadata."""
+def records_of_tensors(path: Path, *, least_bytes: int = 17) -> list[tuple[int, int]]:
+    """(offset, length) of the records of tensors, by default of those that are not read with the metadata."""
     with zipfile.ZipFile(path) as archive:
         return [
             (at, info.file_size)
             for info in archive.infolist()
-            if "/data/" in info.filename and info.file_size > 16
+            if "/data/" in info.filename and info.file_size >= least_bytes
             for at in [data_offset(path, info)]
         ]
 
@@ -312,6 +312,30 @@ def test_a_damaged_record_that_a_small_target_takes_in_part_ends_the_conversion(
             reshard.convert(place, tmp_path / "out", to=to, progress=False)
         assert caught.value.code == "zip.crc"
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["torch_save", "dcp"])
+def test_a_damaged_step_count_or_scalar_ends_the_conversion(to: str, tmp_path: Path) -> None:
+    """Records of a few bytes: the steps of Adam are read with the metadata, a scalar buffer with the tensors."""
+    model = torch.nn.BatchNorm1d(3)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    adam.step()
+    place = tmp_path / "small.pt"
+    torch.save({"model": model.state_dict(), "optimizer": adam.state_dict()}, place)
+    small = [(offset, length) for offset, length in records_of_tensors(place, least_bytes=1) if length <= 8]
+    assert len(small) == 3
+    checks = reshard.convert(place, tmp_path / "whole", to=to, progress=False).source_check
+    assert checks is not None
+    assert checks.matching == checks.records == len(records_of_tensors(place, least_bytes=1))
+    whole = place.read_bytes()
+    for offset, length in small:
+        flip_quietly(place, offset + length - 1)
+        with pytest.raises(SourceError) as caught:
+            reshard.convert(place, tmp_path / "out", to=to, progress=False)
+        assert caught.value.code == "zip.crc"
+        assert not (tmp_path / "out").exists()
+        place.write_bytes(whole)
 
 
 def test_an_attempt_that_resumes_reads_the_rest_of_its_records(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ class SourceFile:
     """Digest of the names, sizes and CRC-32s of the file's records, set by the parser if the container has them."""
     checksums: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     """`[3, count]`: offset, length and CRC-32 of the records of tensors in file order, if the container stores them."""
+    compared: set[int] = field(default_factory=set[int], compare=False, repr=False)
+    """Offsets of small records that were read with the metadata, and that match their CRC-32."""
     archives: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     """`[count, 2]`: offset and length of each torch archive in file order, if the stream is a sequence of archives."""
     extent: tuple[int, int] | None = None
@@ -55,7 +57,8 @@ class SourceFile:
         """
         self._check_range(offset, length)
         begin = offset if self.extent is None else offset + self.extent[0]
-        return replace(self, extent=(begin, length), directory_sha256=None, checksums=None, archives=None)
+        own = {"directory_sha256": None, "checksums": None, "compared": set[int](), "archives": None}
+        return replace(self, extent=(begin, length), **own)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the stream's bytes from `offset` on.

@@ -34,6 +34,7 @@ from reshard_engine.pickles.nodes import (
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import rewrite
 from reshard_engine.pickles.vm import parse_pickle
+from reshard_engine.storage.crc32 import crc32
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
@@ -256,10 +257,25 @@ class TorchFile:
         return self.storage_extent(tensor.storage).offset + tensor.offset * BY_NAME[tensor.dtype].itemsize_bytes
 
     def read_scalar_bytes(self, tensor: PTensor) -> bytes:
-        """Read the bytes of a tensor with one element."""
+        """Read the bytes of a tensor with one element. A small record is read whole, and compared with its CRC-32.
+
+        Raises:
+            SourceError: `zip.crc`.
+        """
         offset, length = self.tensor_offset(tensor), BY_NAME[tensor.dtype].itemsize_bytes
-        passed = self.passed.get(offset, b"")
-        return passed[:length] if len(passed) >= length else self.file.read(offset, length)
+        record = self.storages[tensor.storage.key]
+        if record.length_bytes > _SMALL_RECORD_BYTES:
+            return self.file.read(offset, length)
+        data = self.passed.get(record.offset) or self.file.read(record.offset, record.length_bytes)
+        if record.crc32 is not None:
+            if crc32(data) != record.crc32:
+                name = f"data/{printable(tensor.storage.key)}"
+                raise SourceError(
+                    "zip.crc",
+                    f"{printable(self.file.name)}: record {name} does not match its CRC-32: the file is damaged",
+                )
+            self.file.compared.add(record.offset)
+        return data[offset - record.offset :][:length]
 
 
 def open_torch_file(
@@ -357,8 +373,8 @@ def _checksums(directory: ZipDirectory) -> npt.NDArray[np.int64]:
     which the caller writes the data itself, leave 0; verified by running. Other records are metadata, which
     `read_record` compares.
     """
-    records = (e for n, e in directory.entries.items() if n.startswith("data/") and e.crc32)
-    rows = sorted((e.data_offset, e.size_bytes, e.crc32) for e in records if e.size_bytes > _SMALL_RECORD_BYTES)
+    records = (e for n, e in directory.entries.items() if n.startswith("data/") and e.crc32 and e.size_bytes)
+    rows = sorted((e.data_offset, e.size_bytes, e.crc32) for e in records)
     return np.ascontiguousarray(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
 

@@ -14,7 +14,7 @@ import threading
 from array import array
 from base64 import b64decode, b64encode
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import add
@@ -368,8 +368,15 @@ class RecordReads:
     A byte that is read several times is summed once, so that the cost is one pass over the records that are read.
     """
 
-    def __init__(self, tables: Sequence[npt.NDArray[np.int64] | None]) -> None:
-        """`tables` has for each file the offset, length and CRC-32 of its records (`SourceFile.checksums`)."""
+    def __init__(
+        self, tables: Sequence[npt.NDArray[np.int64] | None], compared: Sequence[Collection[int]] = ()
+    ) -> None:
+        """Create the state of all records as unread.
+
+        Args:
+            tables: For each file the offset, length and CRC-32 of its records (`SourceFile.checksums`).
+            compared: For each file the offsets of records that match already (`SourceFile.compared`).
+        """
         # Of arrays, `bisect` takes a twentieth of the time of numpy's search, and a record takes 25 bytes.
         self._tables = [_NO_RECORDS if t is None else _Records.of(t) for t in tables]
         self._states = [bytearray(len(t.begins)) for t in self._tables]
@@ -383,6 +390,13 @@ class RecordReads:
         self.other_bytes = 0
         """Bytes that were read outside of records with a CRC-32; those read twice count twice."""
         self._abandoned_bytes = 0
+        for table, states, offsets in zip(self._tables, self._states, compared, strict=False):
+            for offset in offsets:
+                number = bisect_left(table.begins, offset)
+                if number < len(states) and table.begins[number] == offset:
+                    states[number] = _MATCHES
+                    self.matching += 1
+                    self.matching_bytes += table.ends[number] - offset
 
     @property
     def records(self) -> int:
