@@ -41,8 +41,6 @@ PART_BYTES = 5 << 20
 HERE = Path(__file__).parent
 MANIFEST = "reshard.json"
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def source(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:

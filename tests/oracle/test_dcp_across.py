@@ -85,7 +85,7 @@ def test_zero_to_fsdp2(stage: Any, mesh: Mesh, saved: SavedFactory, fsdp: FsdpOr
 def test_zero_to_accelerate(saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
     run = RUNS["fsdp2"]
     source = saved(zero_run(2, run, 4), "zero")
-    dcp_convert(source.path(), tmp_path / "state", "dcp")
+    dcp_convert(source.path(), tmp_path / "state", "dcp", framework="accelerate")
     assert_goes_on(source, fsdp.resume("accelerate", run.on(Mesh(3)), tmp_path / "state", tmp_path / "out"))
 
 

@@ -110,6 +110,9 @@ def test_state_dicts_are_deepspeeds(name: str, oracle: Oracle, trained: TrainedF
     # What has no master comes back in the model's type there, and frozen parameters of stage 1 not at all.
     left_out = run.truth.kind("frozen").keys() - run.truth.kind("fp32").keys() if run.case.stage == 1 else set()
     assert set(ours) - left_out == set(theirs)
+    if run.case.empty_param:
+        # Below stage 3 DeepSpeed compares addresses, which are 0 for both: it takes the second for a tie of the first.
+        assert theirs.pop("no_rows") == theirs["empty"] != ours["no_rows"]
     loose = {*run.truth.kind("frozen"), *run.truth.kind("module")} - {*run.truth.kind("fp32")}
     assert {k: cast(v, torch.float32) if k in loose else v for k, v in theirs.items()} == {k: ours[k] for k in theirs}
 
