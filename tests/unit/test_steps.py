@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import fsspec
 import pytest
@@ -23,7 +24,7 @@ from house.saves import DATA
 from house.tiers import rest_full
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
-from reshard.models.reports import PrunePolicy, RunListing, RunStep
+from reshard.models.reports import PruneDecision, PrunePolicy, RunListing, RunStep
 from reshard.options import SourceSpec
 from reshard_engine.operations import steps
 from reshard_engine.operations.steps import decide, number_of
@@ -433,6 +434,98 @@ def test_a_pointer_names_a_step_however_its_path_is_written(tmp_path: Path, text
     (run / "latest").write_text(text.format(run=run))
     assert "stays: checkpoint-100 (named by latest)" in pruned(run, "--keep-last", "1", "--yes")
     assert there(run) == [100, 300]
+
+
+def _long_pointer(run: Path) -> None:
+    (run / "latest").write_text("checkpoint-100" + "\n" * 1_100)
+
+
+def _pointer_through_a_link(run: Path) -> None:
+    (run / "here").symlink_to(".")
+    (run / "latest").write_text("here/checkpoint-100")
+
+
+def _pointer_of_another_directory(run: Path) -> None:
+    (run / "out").mkdir()
+    (run / "latest").write_text("out/run/checkpoint-100")
+
+
+def _best_of_another_directory(run: Path) -> None:
+    """TensorBoard writes into `runs`, which is the first segment of the Trainer's paths as well."""
+    (run / "runs" / "Nov28_host").mkdir(parents=True)
+    (run / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": "runs/exp/checkpoint-100"}))
+
+
+def _best_in_a_long_state(run: Path) -> None:
+    state = {"best_model_checkpoint": "out/checkpoint-100", "log_history": ["x" * (65 << 20)]}
+    (run / "checkpoint-300" / "trainer_state.json").write_text(json.dumps(state, indent=2, sort_keys=True))
+
+
+def _file_of_the_newest_in_it(run: Path) -> None:
+    (run / "checkpoint-300" / "config.json").unlink()
+    (run / "checkpoint-300" / "config.json").symlink_to("../checkpoint-100/config.json")
+
+
+def _link_in_another_directory(run: Path) -> None:
+    (run / "chosen").mkdir()
+    (run / "chosen" / "model").symlink_to("../checkpoint-100")
+
+
+@pytest.mark.parametrize(
+    "name_it",
+    [
+        _long_pointer, _pointer_through_a_link, _pointer_of_another_directory, _best_of_another_directory,
+        _best_in_a_long_state, _file_of_the_newest_in_it, _link_in_another_directory,
+    ],
+)  # fmt: skip
+def test_what_is_named_in_an_unusual_way_stays(name_it: Callable[[Path], None], tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 100, 200, 300)
+    name_it(run)
+    pruned(run, "--keep-last", "1", "--yes")
+    assert there(run) == [100, 300]
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("checkpoint-300", ["checkpoint-300/model.safetensors", "checkpoint-300/config.json"]),
+        ("checkpoint-300/model.safetensors", ["checkpoint-300/model.safetensors"]),
+        ("dataset", ["dataset/a.bin", "checkpoint-300/model.safetensors"]),
+        ("checkpoint-200", ["latest"]),
+    ],
+)
+def test_a_mark_removes_nothing_that_the_policy_keeps(name: str, files: list[str], tmp_path: Path) -> None:
+    """Whoever writes the mark knows the pins of the files."""
+    run = run_of(tmp_path / "run", 100, 200, 300)
+    (run / "dataset").mkdir()
+    (run / "dataset" / "a.bin").write_text("a")
+    (run / "latest").write_text("checkpoint-100")
+    hostile(run, f".reshard-removing-{quote(name, safe='')}", *files)
+    assert load_engine().steps(str(run)).newest == "checkpoint-300"
+    pruned(run, "--keep-last", "2", "--yes")
+    assert there(run) == [100, 200, 300]
+    assert all((run / file).exists() for file in files)
+
+
+def test_a_step_that_is_saved_while_prune_runs_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path / "run", 100, 200)
+
+    def saved_meanwhile(listing: RunListing, policy: PrunePolicy) -> list[PruneDecision]:
+        shutil.rmtree(run / "checkpoint-100")
+        run_of(run, 100)
+        return decide(listing, policy)
+
+    monkeypatch.setattr(steps, "decide", saved_meanwhile)
+    assert "its files were written again meanwhile" in pruned(run, "--keep-last", "1", "--yes")
+    assert there(run) == [100, 200]
+
+
+def test_a_step_that_was_saved_again_after_a_removal_began_is_listed(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 100, 200)
+    (run / ".reshard-removing-checkpoint-200").mkdir()
+    assert load_engine().steps(str(run)).newest == "checkpoint-200"
+    pruned(run, "--keep-last", "1", "--yes")
+    assert [path.name for path in run.iterdir()] == ["checkpoint-200"]
 
 
 def test_the_best_checkpoint_of_a_trainer_stays(tmp_path: Path) -> None:

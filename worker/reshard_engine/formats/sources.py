@@ -310,9 +310,10 @@ def pointers_in(location: Location, listing: Listing) -> list[tuple[str, str]]:
     known, found = known_files(), list[tuple[str, str]]()
     for name in dict.fromkeys(known.all_pointers):
         info = listing.by_name.get(name)
-        if info is not None and info.size_bytes <= _POINTER_LIMIT_BYTES:
+        if info is not None:
             _refuse_link_elsewhere(location, info, name)
-            text = known.tag_in(name, read_bytes(location.store, info))
+            # Loaders ignore blanks after the name, however many these are.
+            text = known.tag_in(name, _beginning(location.store, info))
             path = next((p for f in formats() if (p := f.pointed_directory(name, text)) is not None), text)
             found.append((name, path))
     for known_format in formats():
@@ -320,6 +321,12 @@ def pointers_in(location: Location, listing: Listing) -> list[tuple[str, str]]:
             found.append((f"tracker of {known_format.name}", tag))
     name, step = _tracker(location.store, location.path, listing.by_name)
     return [*found, (name, step)] if name else found
+
+
+def _beginning(store: Store, pointer: ObjectInfo) -> bytes:
+    """The first bytes of a pointer, more than a name can have."""
+    file = SourceFile(store, parent_and_name(pointer.path)[1], (pointer,))
+    return file.read(0, min(pointer.size_bytes, _POINTER_LIMIT_BYTES))
 
 
 def holds_pointer(location: Location) -> bool:
@@ -492,8 +499,8 @@ def _tracker(store: Store, path: str, listed: Collection[str] = _TRACKERS) -> tu
     with suppress(ReshardError):  # a service may not show the directory around its roots
         for name in _TRACKERS:
             info = store.stat(join(path, name)) if path and name in listed else None
-            if info is not None and info.size_bytes <= _POINTER_LIMIT_BYTES:
-                return name, f"global_step_{read_bytes(store, info).decode('utf-8', 'replace').strip()}"
+            if info is not None:
+                return name, f"global_step_{_beginning(store, info).decode('utf-8', 'replace').strip()}"
     return "", ""
 
 

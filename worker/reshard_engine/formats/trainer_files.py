@@ -291,10 +291,24 @@ def best_checkpoint_in(text: bytes) -> str:
     """
     try:
         state: Any = json.loads(text)
-    except (ValueError, RecursionError):
+    except RecursionError:
         return ""
+    except ValueError:
+        # The beginning of a long state, or one that is being written.
+        path = _BEST.search(text)
+        state = {} if path is None else {"best_model_checkpoint": _json_text(path[1])}
     best: Any = cast("dict[str, Any]", state).get("best_model_checkpoint") if isinstance(state, dict) else None
     return best if isinstance(best, str) else ""
+
+
+_BEST = re.compile(rb'"best_model_checkpoint": ("(?:[^"\\\x00-\x1f]|\\.){0,4096}")')
+
+
+def _json_text(text: bytes) -> str:
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return ""
 
 
 def best_of_callbacks(client_state: Mapping[str | int, Node]) -> list[str]:

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote
@@ -31,6 +32,7 @@ from reshard.models.reports import PruneDecision, PrunePolicy, PruneReport, RunL
 from reshard.options import SourceSpec
 from reshard.wire_model import WireModel
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.model_weights import refuse_placeholders
 from reshard_engine.formats.registry import known_files
 from reshard_engine.formats.sources import (
@@ -63,6 +65,7 @@ _CONVERTING = re.compile(r"\.(.+)\.reshard-(?:claim|old|[0-9a-f]{16}(?:\.\w+)?)"
 _STEP_WORD = re.compile(r"\D*(?:step|iter|epoch|ckpt|checkpoint)\D*\d+", re.IGNORECASE)
 _NUMBER = re.compile(r"\d{1,18}")
 _MOST_MARK_BYTES = 256 << 20
+_WRITTEN_AGAIN = "its files were written again meanwhile"
 _MOST_NAME_BYTES, _MOST_KEY_BYTES = 255 - len(".new"), 1024
 """Longest name of a mark in a local directory (ext4, XFS and others), and its longest key in an object store (S3,
 Google Cloud Storage, Azure)."""
@@ -71,6 +74,8 @@ _WEIGHTS = (".safetensors", ".bin", ".index.json")
 _NOT_ONE_CHECKPOINT = frozenset({"source.unknown_kind", "source.not_found"})
 _NAMED_IN_A_FIX = 32
 """For the fix of an error, so many entries of a run are judged: those with the highest numbers."""
+_MOST_LINKS = 3
+"""So many links into a checkpoint are listed with it."""
 _OF_A_CHOICE = ("checkpoint.ambiguous", "checkpoint.unexplained", "rules.", "source.unsupported", "source.too_slow")
 """Errors that another checkpoint of the same run would raise as well."""
 
@@ -94,7 +99,8 @@ class _Surroundings:
     named: Mapping[str, Sequence[str]]
     """The pointers, trackers and links by the entry that they name."""
     converting: frozenset[str]
-    removing: frozenset[str]
+    removing: Mapping[str, _Removal]
+    """The removals that have marks, by checkpoint."""
     foreign_marks: frozenset[str]
     """Names that begin as marks of removals do, and that `prune` does not write."""
     links: frozenset[str]
@@ -106,21 +112,22 @@ class _Surroundings:
         names = {*listing.by_name, *listing.directories}
         named = defaultdict[str, list[str]](list)
         for pointer, path in pointers_in(run, listing):
-            named[_entry(run, names, path)].append(pointer)
-        if (best := _best_in(run, names, listing.by_name.get(TRAINER_STATE))) != "":
+            for entry in _entries(run, names, path):
+                named[entry].append(pointer)
+        for best in _best_in(run, names, listing.by_name.get(TRAINER_STATE)):
             named[best].append(TRAINER_STATE)
         links = frozenset(n for n in names if run.store.scheme == "file" and os.path.islink(join(run.path, n)))
         for link in sorted(links):
             place = os.path.relpath(os.path.realpath(join(run.path, link)), os.path.realpath(run.path))
             named[place].append(f"link {link}")
-        marks = {n: _name_in(run, n) for n in names if n.startswith(_REMOVING)}
+        marks = {n: _removal_in(run, n) for n in names if n.startswith(_REMOVING)}
         return cls(
             run,
             listing,
             named,
             frozenset(m[1] for n in names if (m := _CONVERTING.fullmatch(n)) is not None),
-            frozenset(name for name in marks.values() if name is not None),
-            frozenset(mark for mark, name in marks.items() if name is None),
+            dict(removal for removal in marks.values() if removal is not None),
+            frozenset(mark for mark, removal in marks.items() if removal is None),
             links,
         )
 
@@ -129,6 +136,11 @@ class _Surroundings:
         return tuple(
             p for path, found in self.named.items() if path == name or path.startswith(f"{name}/") for p in found
         )
+
+    @property
+    def hidden(self) -> frozenset[str]:
+        """The checkpoints that lack files because their removal was interrupted."""
+        return frozenset(name for name, removal in self.removing.items() if removal is _Removal.UNDER_WAY)
 
     def protects(self, name: str) -> str:
         """Why an entry may not be removed, whatever the policy says; empty if it may."""
@@ -148,25 +160,33 @@ def _behind_link(run: Location, path: str) -> bool:
     return os.path.realpath(path) != join(os.path.realpath(run.path), path[len(run.path) + 1 :])
 
 
-def _entry(run: Location, names: Collection[str], path: str) -> str:
-    """The path relative to a run of the entry that a pointer names, however the pointer spells it.
+def _entries(run: Location, names: Collection[str], path: str) -> list[str]:
+    """The paths relative to a run of the entries that a pointer may name, however the pointer spells it.
 
-    A pointer may contain the path from another directory, or that of another machine (`out/run/checkpoint-100`). If
-    the run has no such path, the last segment counts: to keep one checkpoint too many is harmless.
+    A pointer may contain the path from another directory, or that of another machine (`out/run/checkpoint-100`). Unless
+    the run certainly has that path, its last segment counts as well: to keep one checkpoint too many is harmless.
     """
-    if run.store.scheme == "file" and path.startswith("/"):
-        path = os.path.relpath(os.path.realpath(path), os.path.realpath(run.path))
-    plain = path.removeprefix(f"{run.url}/").replace("\\", "/").strip("/")
-    inner = posixpath.normpath(plain) if plain else ""
-    return inner if inner.partition("/")[0] in names else inner.rpartition("/")[2]
+    plain = path.removeprefix(f"{run.url}/").replace("\\", "/")
+    local = run.store.scheme == "file"
+    if local and "\0" not in plain:
+        # The links of the path are followed: a run may hold a link to itself.
+        target = os.path.realpath(os.path.join(run.path, path if path.startswith("/") else plain))
+        inner = os.path.relpath(target, os.path.realpath(run.path))
+        if os.path.lexists(target) and inner != os.curdir and not inner.startswith(os.pardir):
+            return [inner]
+    inner = posixpath.normpath(plain.strip("/")) if plain.strip("/") else ""
+    whole = [inner] if not local and inner.partition("/")[0] in names else []
+    return list(dict.fromkeys([*whole, inner.rpartition("/")[2]]))
 
 
-def _best_in(run: Location, names: Collection[str], state: ObjectInfo | None) -> str:
-    """The entry that a `trainer_state.json` records as the best checkpoint; empty without a record."""
-    if state is None or state.size_bytes > STATE_LIMIT_BYTES:
-        return ""
-    best = best_checkpoint_in(read_bytes(run.store, state))
-    return _entry(run, names, best) if best else ""
+def _best_in(run: Location, names: Collection[str], state: ObjectInfo | None) -> list[str]:
+    """The entries that a `trainer_state.json` may name as the best checkpoint; empty without a record."""
+    if state is None:
+        return []
+    # A long log may make the state larger than is read; the Trainer sorts its keys, so that this one comes early.
+    file = SourceFile(run.store, TRAINER_STATE, (state,))
+    best = best_checkpoint_in(file.read(0, min(state.size_bytes, STATE_LIMIT_BYTES)))
+    return _entries(run, names, best) if best else []
 
 
 # Listing.
@@ -183,32 +203,39 @@ def steps_of(run: Location, *, most: int | None = None) -> RunListing:
         SourceError: `source.not_found`; and what is wrong with a pointer of the run.
         RequestError: `request.invalid`: the directory is a checkpoint, or has too many entries.
     """
-    return _listed(run, _Surroundings.of(run), most)
+    return _listed(run, _Surroundings.of(run), most)[0]
 
 
-def _listed(run: Location, around: _Surroundings, most: int | None = None) -> RunListing:
+def _listed(
+    run: Location, around: _Surroundings, most: int | None = None
+) -> tuple[RunListing, Mapping[str, ObjectInfo]]:
+    """The checkpoints of a run, and the files of the run by their relative paths."""
     listing = around.listing
     if not listing.files and not listing.directories:
         raise nothing_at(run)
     candidates = _candidates(run, around)
     if most is not None:
         candidates = sorted(candidates, key=lambda name: (-1 if (n := number_of(name)) is None else n, name))[-most:]
-    below = run.files() if run.store.scheme != "file" else _files_below(run, candidates)
+    local = run.store.scheme == "file"
+    below = _files_below(run, candidates) if local else run.files()
+    # A directory that is no checkpoint may hold links to checkpoints as well.
+    links = _links_between(run, {*candidates, *listing.directories}) if local else {}
     sizes = _sizes(below, candidates)
     # SeaweedFS 4 lists a prefix for a while after its last object is gone.
-    names = [name for name, (files, _) in sizes.items() if files or run.store.scheme == "file"]
-    at_once = 1 if run.store.scheme == "file" else _READ_AT_ONCE
+    names = [name for name, (files, _) in sizes.items() if files or local]
+    at_once = 1 if local else _READ_AT_ONCE
     with ThreadPoolExecutor(at_once) as pool:
-        found = list(pool.map(partial(_step, run, around, below, sizes), names))
+        found = list(pool.map(partial(_step, run, around, _Contents(below, sizes, links)), names))
     steps = _with_steps([step for step in found if step is not None])
     others = [name for name, step in zip(names, found, strict=True) if step is None] + sorted(around.foreign_marks)
-    return RunListing(
+    run_listing = RunListing(
         url=run.url,
         steps=tuple(sorted(steps, key=_place_in_list)),
         newest=_newest(steps),
         others=tuple(others),
         removing=tuple(sorted(around.removing)),
     )
+    return run_listing, below
 
 
 def _place_in_list(step: RunStep) -> tuple[int, str]:
@@ -238,7 +265,7 @@ def _candidates(run: Location, around: _Surroundings) -> list[str]:
     files = [name for name, info in single.items() if is_file_of_format(info)]
     deep = [path for path in around.named if "/" in path and has_plain_segments(path)]
     names = [n for n in (*listing.directories, *files) if not n.startswith(".") and has_plain_segments(n)]
-    names = [n for n in names if n not in around.links and n not in around.removing]
+    names = [n for n in names if n not in around.links and n not in around.hidden]
     if len(names) > _MOST_ENTRIES:
         raise RequestError(
             "request.invalid",
@@ -253,15 +280,31 @@ def _files_below(run: Location, names: Iterable[str]) -> dict[str, ObjectInfo]:
 
     Links to directories are not followed: one may lead to a data set, or to the root of a file system.
     """
-    found: dict[str, ObjectInfo] = {}
+    files: dict[str, ObjectInfo] = {}
+    for path in (path for name in names for path in _paths_below(run, name)):
+        with suppress(ReshardError):  # a link may lead to a place that may not be read
+            if (info := run.store.stat(path)) is not None:
+                files[path[len(run.path) + 1 :]] = info
+    return files
+
+
+def _paths_below(run: Location, name: str) -> list[str]:
+    place = join(run.path, name)
+    return [join(top, file) for top, _, files in os.walk(place) for file in files] or [place]
+
+
+def _links_between(run: Location, names: Iterable[str]) -> dict[str, list[str]]:
+    """The links in entries of a local run that lead into other entries, by the entry that they lead into."""
+    links = defaultdict[str, list[str]](list)
+    home = os.path.realpath(run.path)
     for name in names:
-        place = join(run.path, name)
-        paths = [join(top, file) for top, _, files in os.walk(place) for file in files] or [place]
-        for path in paths:
-            with suppress(ReshardError):  # a link may lead to a place that may not be read
-                if (info := run.store.stat(path)) is not None:
-                    found[path[len(run.path) + 1 :]] = info
-    return found
+        for top, directories, files in os.walk(join(run.path, name)):
+            for path in (join(top, entry) for entry in (*directories, *files)):
+                if os.path.islink(path):
+                    entry = os.path.relpath(os.path.realpath(path), home).partition("/")[0]
+                    if entry not in (os.curdir, os.pardir, name):
+                        links[entry].append(f"link {path[len(run.path) + 1 :]}")
+    return links
 
 
 def _sizes(below: Mapping[str, ObjectInfo], names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -276,26 +319,37 @@ def _sizes(below: Mapping[str, ObjectInfo], names: Iterable[str]) -> dict[str, t
     return found
 
 
+@dataclass(frozen=True)
+class _Contents:
+    """What the entries of a run contain."""
+
+    files: Mapping[str, ObjectInfo]
+    """By path relative to the run."""
+    sizes: Mapping[str, tuple[int, int]]
+    """Number and bytes of the files of each entry."""
+    links: Mapping[str, Sequence[str]]
+    """Links in other entries, by the entry that they lead into."""
+
+
 def _step(
     run: Location,
     around: _Surroundings,
-    below: Mapping[str, ObjectInfo],
-    sizes: Mapping[str, tuple[int, int]],
+    contents: _Contents,
     name: str,
 ) -> RunStep | None:
     """One checkpoint; None if the entry is not one checkpoint."""
     place = run.child(*name.split("/"))
     entries = {*around.listing.by_name, *around.listing.directories}
-    files, size_bytes = sizes[name]
+    files, size_bytes = contents.sizes[name]
     seen = RunStep(
         name=name,
         files=files,
         size_bytes=size_bytes,
         complete=False,
-        named_by=around.pointers_to(name),
+        named_by=(*around.pointers_to(name), *contents.links.get(name, ())[:_MOST_LINKS]),
         in_use=name.partition("/")[0] in around.converting,
         sealed=f"{name}{SEALED}" in around.listing.by_name,
-        best=tuple(filter(None, [_best_in(run, entries, below.get(f"{name}/{TRAINER_STATE}"))])),
+        best=tuple(_best_in(run, entries, contents.files.get(f"{name}/{TRAINER_STATE}"))),
     )
     try:
         refuse_unfinished(run, around.listing)
@@ -314,7 +368,7 @@ def _step(
         "step": read.counters.steps,
         "complete": True,
         "of_training": found.format.of_training,
-        "best": (*seen.best, *(_entry(run, entries, path) for path in best_of_callbacks(read.client_state))),
+        "best": (*seen.best, *(e for p in best_of_callbacks(read.client_state) for e in _entries(run, entries, p))),
     }
     return seen.model_copy(update=facts)
 
@@ -616,15 +670,16 @@ def prune(run: Location, policy: PrunePolicy, *, only: Collection[str] | None) -
             f"nothing can be removed from {printable(run.url)}: reshard only reads there",
             fix="remove the steps with the tools of the store; `reshard ls` lists them",
         )
-    listing = _listed(run, _Surroundings.of(run))
-    decisions = [_of_markable(run, found) for found in decide(listing, policy)]
+    around = _Surroundings.of(run)
+    listing, files = _listed(run, around)
+    decisions = [_of_markable(run, _of_removal(found, around.removing)) for found in decide(listing, policy)]
     parts: dict[str, list[ObjectInfo]] = {}
     if policy.weights_only:
         decisions = [_of_weights(run, found, parts) for found in decisions]
     finished = list(listing.removing)
     if only is not None:
-        finished = [name for name in finished if _ended(run, name)]
-        decisions = [_removed(run, d, parts.get(d.name)) if d.name in only else d for d in decisions]
+        finished = [name for name in finished if _ended(run, name, around.removing[name])]
+        decisions = [_removed(run, d, parts.get(d.name), files) if d.name in only else d for d in decisions]
     return PruneReport(
         url=run.url,
         removed=only is not None,
@@ -656,9 +711,26 @@ def _of_markable(run: Location, found: PruneDecision) -> PruneDecision:
     return found.model_copy(update={"kept_for": "its name is too long"}) if long and not found.kept_for else found
 
 
-def _removed(run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | None) -> PruneDecision:
-    """Remove a checkpoint or a part of it, unless something names or writes it by now."""
+def _of_removal(found: PruneDecision, removing: Mapping[str, _Removal]) -> PruneDecision:
+    """The decision for a checkpoint, which stays if it was written again since its removal began."""
+    again = removing.get(found.name) is _Removal.WRITTEN_AGAIN and not found.kept_for
+    return found.model_copy(update={"kept_for": "it was written again since its removal began"}) if again else found
+
+
+def _removed(
+    run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | None, files: Mapping[str, ObjectInfo]
+) -> PruneDecision:
+    """Remove a checkpoint or a part of it, unless something names or writes it by now.
+
+    Args:
+        run: The directory of the run.
+        found: The decision.
+        parts: The files that go; None for all.
+        files: The files of the run, by relative path, when the checkpoint was judged.
+    """
     why = found.kept_for or _Surroundings.of(run).protects(found.name)
+    if not why and _facts(_files_of(run, found.name), found.name) != _facts(files, found.name):
+        why = _WRITTEN_AGAIN
     if not why and parts is None and run.store.scheme == "file" and os.path.isdir(join(run.path, found.name)):
         _remove_directory(run, found.name)
     elif not why:
@@ -669,8 +741,20 @@ def _removed(run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | 
         else:
             _mark(run, found.name, going)
             if not _end_removal(run, found.name) and going:
-                why = "its files were written again meanwhile"
+                why = _WRITTEN_AGAIN
     return found.model_copy(update={"kept_for": why})
+
+
+def _facts(files: Mapping[str, ObjectInfo], name: str) -> dict[str, tuple[str, float | None]]:
+    """Pin and time of each file of an entry."""
+    return {path: (i.pin, i.modified_at) for path, i in files.items() if f"{path}/".startswith(f"{name}/")}
+
+
+def _files_of(run: Location, name: str) -> dict[str, ObjectInfo]:
+    """The files of an entry now, as `_listed` lists those of the run."""
+    if run.store.scheme == "file":
+        return _files_below(run, [name])
+    return {i.path[len(run.path) + 1 :]: i for i in _objects(run.child(*name.split("/")))}
 
 
 def _is_clear(run: Location, path: str) -> bool:
@@ -682,19 +766,38 @@ def _mark_of(run: Location, name: str) -> str:
     return join(run.path, _REMOVING + quote(name, safe="", errors="surrogateescape"))
 
 
-def _name_in(run: Location, mark: str) -> str | None:
-    """The checkpoint whose removal a mark records; None for a mark that `prune` does not write.
+class _Removal(Enum):
+    """How far the removal of a checkpoint has come that has a mark."""
 
-    Whoever can write into a run could otherwise have files outside the run removed with a mark.
+    NOT_BEGUN = "not begun"
+    """All of its files are as the mark records them."""
+    UNDER_WAY = "under way"
+    WRITTEN_AGAIN = "written again"
+    """All of its files are there, and not all of them as the mark records them."""
+
+
+def _removal_in(run: Location, mark: str) -> tuple[str, _Removal] | None:
+    """The checkpoint whose removal a mark records, and how far it has come; None for a mark that no `prune` writes.
+
+    Whoever can write into a run could otherwise have files removed with a mark that no policy lets go.
     """
     name = unquote(mark.removeprefix(_REMOVING), errors="surrogateescape")
-    path = join(run.path, mark)
-    known = has_plain_segments(name) and not name.startswith(".") and _mark_of(run, name) == path
-    if not known or _behind_link(run, join(run.path, name)):
+    path, place = join(run.path, mark), join(run.path, name)
+    known = has_plain_segments(name) and "/" not in name and not name.startswith(".") and _mark_of(run, name) == path
+    if not known or _behind_link(run, place):
         return None
-    # A local checkpoint is renamed to its mark as a whole.
-    renamed = run.store.scheme == "file" and os.path.isdir(path) and not os.path.islink(path)
-    return name if renamed or _recorded(run, path) is not None else None
+    if run.store.scheme == "file" and os.path.isdir(path) and not os.path.islink(path):
+        # A local checkpoint is renamed to its mark as a whole.
+        return name, _Removal.WRITTEN_AGAIN if os.path.lexists(place) else _Removal.UNDER_WAY
+    record = _recorded(run, path)
+    if record is None or any(not file.startswith(f"{name}/") and file != name for file, _, _ in record.files):
+        return None
+    objects = {i.path: (i.pin, i.modified_at) for i in _objects(run.child(name))}
+    marked = {join(run.path, file): (pin, modified_at) for file, pin, modified_at in record.files}
+    if not marked.keys() <= objects.keys():
+        return name, _Removal.UNDER_WAY
+    same = all(objects[file] == facts for file, facts in marked.items())
+    return name, _Removal.NOT_BEGUN if same else _Removal.WRITTEN_AGAIN
 
 
 def _objects(place: Location) -> list[ObjectInfo]:
@@ -742,14 +845,25 @@ def _mark(run: Location, name: str, going: Sequence[ObjectInfo]) -> None:
         sync_directory(run.path)
 
 
-def _ended(run: Location, name: str) -> bool:
+def _ended(run: Location, name: str, removal: _Removal) -> bool:
     """True if a removal that an earlier call began has ended now. A mark that the store rejects does not stop others.
+
+    A removal that removed nothing yet, or whose files were written again, ends with its mark: the policy decides anew.
 
     Raises:
         StorageError: The store cannot be reached, or denies the removal.
     """
+    mark = _mark_of(run, name)
+    renamed = run.store.scheme == "file" and os.path.isdir(mark)
     try:
-        return _end_removal(run, name) is not None
+        if removal is _Removal.UNDER_WAY or renamed:
+            return _end_removal(run, name) is not None
+        if isinstance(run.store, ObjectStore):
+            run.store.delete([mark])
+        else:
+            with writing(mark):
+                unlink(mark)
+        return True
     except (SourceError, StorageError) as error:
         if isinstance(error, StorageError) and error.code != "storage.protocol":
             raise
