@@ -338,6 +338,21 @@ def test_a_damaged_step_count_or_scalar_ends_the_conversion(to: str, tmp_path: P
         place.write_bytes(whole)
 
 
+def test_a_fingerprint_and_files_that_are_never_written_compare_records(tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        reshard.fingerprint(damaged_source(tmp_path / "source", 0, 0))
+    assert caught.value.code == "zip.crc"
+    place = tmp_path / "model.pt"
+    torch.save({"a": torch.arange(300_000.0), "b": torch.ones(3, 5)}, place)
+    for offset, length in records_of_tensors(place):
+        whole = place.read_bytes()
+        flip_quietly(place, offset + length // 2)
+        with reshard.open_layout(place, to="safetensors") as layout, pytest.raises(SourceError) as read:
+            layout.read("model.safetensors")
+        assert read.value.code == "zip.crc"
+        place.write_bytes(whole)
+
+
 def test_an_attempt_that_resumes_reads_the_rest_of_its_records(tmp_path: Path) -> None:
     """The units of a damaged record are finished before the process is stopped; only the next attempt can see it."""
     engine = load_engine()

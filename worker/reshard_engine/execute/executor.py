@@ -20,13 +20,13 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.cast import CastKernel, Losses
 from reshard_engine.execute.casts.placing import ReadCounts, default_kernel
 from reshard_engine.execute.casts.rows import ByteArray
-from reshard_engine.execute.checks.source import refuse_damaged
+from reshard_engine.execute.checks.source import record_reads, refuse_damaged
 from reshard_engine.execute.checks.unit_sums import AbandonedError, BlockDigests, RecordCrcs
 from reshard_engine.execute.gather import CALLS_AT_ONCE, TensorReader, fill
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
 from reshard_engine.execute.server_copy import ServerCopier
 from reshard_engine.execute.sinks.protocol import Made, Sink
-from reshard_engine.integrity.checksums import CrcBoard, RecordReads
+from reshard_engine.integrity.checksums import CrcBoard
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import CACHED_BYTES, Chunk, Plan, RecordPart, Unit, steps_of
 from reshard_engine.storage.crc32 import crc32
@@ -168,7 +168,7 @@ class Executor:
         self._kernel: CastKernel = default_kernel()
         self._should_stop = should_stop or (lambda: False)
         self._board = CrcBoard()
-        self.source_reads = RecordReads([f.checksums for f in checkpoint.files], [f.compared for f in checkpoint.files])
+        self.source_reads = record_reads(checkpoint)
         """Compares the records of the source that are read whole with their CRC-32s."""
         self._memory = _Memory()
         self._local = checkpoint.is_local

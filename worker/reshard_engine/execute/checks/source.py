@@ -75,6 +75,11 @@ def _refuse(damaged: Sequence[str]) -> None:
     )
 
 
+def record_reads(checkpoint: Checkpoint) -> RecordReads:
+    """An object that compares the records of a source with their CRC-32s while they are read."""
+    return RecordReads([f.checksums for f in checkpoint.files], [f.compared for f in checkpoint.files])
+
+
 def refuse_damaged(checkpoint: Checkpoint, reads: RecordReads) -> None:
     """Refuse a source with a record that a run has read and that does not match its CRC-32.
 

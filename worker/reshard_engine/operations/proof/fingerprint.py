@@ -23,6 +23,8 @@ from reshard.models.reports import FingerprintOptions, FingerprintReport
 from reshard_engine.checkpoint import OF_TRAINING, Agreement, Checkpoint, Question
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.placing import default_kernel
+from reshard_engine.execute.checks.source import complete_records, record_reads
+from reshard_engine.execute.executor import stop_check
 from reshard_engine.execute.gather import ReadItem, TensorReader
 from reshard_engine.formats.registry import format_of
 from reshard_engine.integrity.checksums import (
@@ -307,9 +309,14 @@ class _Reading:
         self._tensors = checkpoint.shard_map.tensors
         self._kernel: CastKernel = default_kernel()
         self._digests = TensorDigests()
+        self._records = record_reads(checkpoint)
 
     def run(self, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None) -> None:
-        """Read everything."""
+        """Read everything.
+
+        Raises:
+            SourceError: `zip.crc`.
+        """
         total = sum(self._tensors[number].size_bytes for number in self.wanted)
         meter = ReadMeter("the fingerprint", total, on_progress=on_progress, should_stop=should_stop)
 
@@ -320,6 +327,7 @@ class _Reading:
             meter.add(done.size_bytes)
 
         run_in_order(self._batches(), self._digest_batch, take, threads=reading_threads(self._checkpoint))
+        complete_records(self._checkpoint, self._records, stop_check(should_stop), every=False)
 
     def digest(self, number: int, dtype: Dtype) -> str:
         """The digest of a tensor whose elements are stored as, or rounded to, a type."""
@@ -352,7 +360,7 @@ class _Reading:
             yield _Batch(tuple(items), size_bytes)
 
     def _digest_batch(self, batch: _Batch) -> _Digested:
-        reader = TensorReader(self._checkpoint, self._kernel)
+        reader = TensorReader(self._checkpoint, self._kernel, reads=self._records)
         memory = np.empty(batch.size_bytes, dtype=np.uint8)
         reader.read(batch.items, memory)
         runs: list[BlockRun] = []

@@ -29,7 +29,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.placing import ReadCounts, default_kernel
 from reshard_engine.execute.casts.rows import ByteArray
 from reshard_engine.execute.checks.commit import prove_source_unchanged
-from reshard_engine.execute.checks.source import check_agreements
+from reshard_engine.execute.checks.source import check_agreements, record_reads, refuse_damaged
 from reshard_engine.execute.executor import StoppedError, losses_by_parameter, refuse_overflow, stop_check
 from reshard_engine.execute.gather import CALLS_AT_ONCE, TensorReader, fill
 from reshard_engine.formats.registry import check_request, laid_out
@@ -278,6 +278,7 @@ class _Maker:
         self._sums = _RecordSums(self) if exact else None
         self._lock = threading.Lock()
         self._idle: list[TensorReader] = []
+        self._records = record_reads(checkpoint)
         self._local = checkpoint.is_local
         self._calls = None if self._local else ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="call")
         self._parts = None if self._local else ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="part")
@@ -336,7 +337,8 @@ class _Maker:
         """A reader that no other thread has.
 
         Raises:
-            SourceError: `tensor.overflow` after the block, where the request says so.
+            SourceError: After the block, `tensor.overflow` where the request says so; `zip.crc` if a record that was
+                read to its end does not match its CRC-32.
         """
         with self._lock:
             reader = self._idle.pop() if self._idle else None
@@ -355,7 +357,14 @@ class _Maker:
 
     def _new_reader(self, checkpoint: Checkpoint) -> TensorReader:
         saturate = self._policy is OverflowPolicy.SATURATE
-        return TensorReader(checkpoint, default_kernel(), saturate=saturate, pool=self._calls, counts=ReadCounts())
+        return TensorReader(
+            checkpoint,
+            default_kernel(),
+            saturate=saturate,
+            pool=self._calls,
+            counts=ReadCounts(),
+            reads=self._records,
+        )
 
     @contextmanager
     def _reading(self, reader: TensorReader, checkpoint: Checkpoint) -> Generator[None]:
@@ -364,6 +373,7 @@ class _Maker:
                 yield
             if self._policy is OverflowPolicy.ERROR:
                 refuse_overflow(losses_by_parameter(checkpoint, reader.counts.losses))
+            refuse_damaged(checkpoint, self._records)
         finally:
             with self._lock:
                 self.read_bytes += reader.counts.read_bytes
