@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import partial
+from traceback import clear_frames
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -439,6 +440,8 @@ def naming_newest(place: Location, tag: str | None) -> Generator[None]:
     except SourceError as error:
         if error.code.startswith(_OF_A_CHOICE):
             raise
+        # The frames of the failed read hold what it had parsed, and the same files are read again.
+        clear_frames(error.__traceback__)
         for run, name, listing in _runs_around(place, tag):
             better = _with_newest(error, run, name, listing, of_place=run is place)
             if better is not None:
