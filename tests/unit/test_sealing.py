@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -394,6 +396,38 @@ def flipped(target: Path) -> str:
     return "model.safetensors was changed"
 
 
+def changed_under_its_crc(target: Path) -> str:
+    """Another tensor whose last four bytes keep the CRC-32 of its file, and the time of the last change as it was."""
+    file = target / "model.safetensors"
+    before, status = file.read_bytes(), file.stat()
+    data = bytearray(before)
+    data[-16] ^= 1
+    # CRC-32 is linear: the four bytes are the sum of those that change single bits of it.
+    wanted = zlib.crc32(before) ^ zlib.crc32(data)
+    basis: dict[int, tuple[int, int]] = {}
+    for bit in range(32):
+        crc, mask = zlib.crc32((1 << bit).to_bytes(4, "little")) ^ zlib.crc32(bytes(4)), 1 << bit
+        while crc and crc.bit_length() in basis:
+            other, bits = basis[crc.bit_length()]
+            crc, mask = crc ^ other, mask ^ bits
+        if crc:
+            basis[crc.bit_length()] = crc, mask
+    bits = 0
+    while wanted:
+        crc, mask = basis[wanted.bit_length()]
+        wanted, bits = wanted ^ crc, bits ^ mask
+    data[-4:] = (int.from_bytes(data[-4:], "little") ^ bits).to_bytes(4, "little")
+    assert zlib.crc32(data) == zlib.crc32(before)
+    file.write_bytes(data)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return "model.safetensors was changed (the elements of"
+
+
+def touched(target: Path) -> str:
+    os.utime(target / "model.safetensors", (1, 1))
+    return "model.safetensors was written again"
+
+
 def forged(target: Path) -> str:
     """Other weights with the manifest of their own conversion, under which `verify` finds nothing wrong."""
     shutil.copytree(TINY, target.parent / "other")
@@ -404,7 +438,7 @@ def forged(target: Path) -> str:
     return "model.safetensors"
 
 
-@pytest.mark.parametrize("change", [added, flipped, forged])
+@pytest.mark.parametrize("change", [added, flipped, changed_under_its_crc, touched, forged])
 def test_a_target_that_changes_between_its_commit_and_its_seal_is_not_signed(
     place: Path, change: Callable[[Path], str]
 ) -> None:
@@ -419,6 +453,18 @@ def test_a_target_that_changes_between_its_commit_and_its_seal_is_not_signed(
     assert raised.value.code == "integrity.mismatch"
     assert said[0] in raised.value.message
     assert not list(place.glob("out*.sealed.json"))
+
+
+def test_a_finished_target_whose_files_were_copied_is_read_and_signed(place: Path) -> None:
+    """Its files have other times than at the commit, and the same bytes."""
+    reshard.convert(place / "run", place / "out", to="safetensors")
+    touched(place / "out")
+    done = reshard.convert(place / "run", place / "out", to="safetensors", sign=place / "seal.key")
+    assert done.already_done
+    assert check(place, "out").ok
+    changed_under_its_crc(place / "out")
+    with pytest.raises(ReshardError):
+        reshard.convert(place / "run", place / "out", to="safetensors", sign=place / "seal.key")
 
 
 def test_the_function_signs_as_the_command_does(place: Path) -> None:

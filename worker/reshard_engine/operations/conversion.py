@@ -71,7 +71,10 @@ from reshard_engine.tensors.layout import Pointer, TargetLayout
 
 
 def finished_manifest(target: Location, plan: Plan) -> Manifest | None:
-    """The manifest of the target if it is this plan's result, unchanged since its commit."""
+    """The manifest of the target if it is this plan's result, unchanged since its commit, with the pins of its files.
+
+    They are those of the commit, or those of files that were read now and have the same bytes.
+    """
     try:
         manifest = read_manifest(target)
     except IntegrityError:
@@ -86,7 +89,10 @@ def finished_manifest(target: Location, plan: Plan) -> Manifest | None:
     if all(listing[f.path].pin == f.pin for f in manifest.files):
         return manifest
     # A worker that was paused and lost its run may have written the same bytes once more, after the commit.
-    return manifest if verify_target(target).ok else None
+    if not verify_target(target).ok:
+        return None
+    files = tuple(f.model_copy(update={"pin": listing[f.path].pin}) for f in manifest.files)
+    return manifest.model_copy(update={"files": files})
 
 
 # The pointer beside a target, such as `latest`: whether a conversion writes it, and what it named before.

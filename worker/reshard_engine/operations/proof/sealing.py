@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -34,12 +33,13 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import rules_of
 from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.integrity.checksums import Sha256
-from reshard_engine.integrity.manifest import MANIFEST_NAME, TOOL_VERSION, Manifest, ManifestFile, parse_manifest
+from reshard_engine.integrity.file_check import TargetCheck
+from reshard_engine.integrity.manifest import MANIFEST_NAME, TOOL_VERSION, Manifest, parse_manifest
 from reshard_engine.operations.diff import reading_threads
 from reshard_engine.operations.proof.fingerprint import WHOLE, component_digest, fingerprint_of, whole_digest
 from reshard_engine.operations.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.storage.crc32 import crc32, pieces_of
+from reshard_engine.storage.crc32 import pieces_of
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectInfo, parent_and_name, read_bytes
 from reshard_engine.storage.texts import write_text
@@ -502,9 +502,10 @@ def _see(
             raise
         # The files leave open what their optimizer's numbers mean: the statement is about the model, and says so.
         report = digest(asked.model_copy(update={"weights_only": True}))
-    target = open_location(source.url, source.profile)
-    written = {} if committed is None else _written(committed, target, place, objects)
-    files = _hashed(place, objects, reading_threads(checkpoint), written)
+    if committed is None:
+        files = _hashed(place, objects, reading_threads(checkpoint))
+    else:
+        files = _hashed_as_written(committed, open_location(source.url, source.profile), place, objects)
     if _objects(place) != objects:
         raise _changed(place)
     size_bytes = sum(info.size_bytes for info in objects.values())
@@ -550,27 +551,49 @@ def _refuse_uncovered(checkpoint: Checkpoint, place: Location, objects: Mapping[
             raise _changed(place)
 
 
-def _written(
+def _hashed_as_written(
     committed: Manifest, target: Location, place: Location, objects: Mapping[str, ObjectInfo]
-) -> dict[str, ManifestFile]:
-    """The files that a conversion wrote, by their paths relative to the checkpoint in its target.
+) -> dict[str, str]:
+    """SHA-256 of each file of a target, whose bytes are compared with all that its conversion recorded of them.
+
+    CRC-32s alone prove nothing about who wrote a file: four bytes are easily chosen so that it keeps its own. What
+    counts is the manifest that the conversion made in this process. The one beside the files can be changed with them.
 
     Raises:
-        IntegrityError: `integrity.mismatch` if a file was added, is missing or has another size, or if the manifest
-            beside the files is another manifest.
+        IntegrityError: `integrity.mismatch` if a file was added, changed or written again, or is missing, or if the
+            manifest beside the files is another manifest.
     """
     inner = f"{place.path[len(target.path) + 1 :]}/" if place.path != target.path else ""
-    written = {f.path.removeprefix(inner): f for f in committed.files if f.path.startswith(inner)}
-    for path in sorted({*written, *objects} - ({MANIFEST_NAME} if not inner else set())):
-        info, file = objects.get(path), written.get(path)
-        if info is None or file is None:
-            raise _not_written(place, path, "is missing" if info is None else "was added")
-        if info.size_bytes != file.size_bytes:
-            raise _not_written(place, path, f"has {info.size_bytes:,} bytes, and had {file.size_bytes:,}")
+    written = {f.path: n for n, f in enumerate(committed.files) if f.path.startswith(inner)}
+    listing = {f"{inner}{path}": info for path, info in objects.items()}
+    for path in sorted({*written, *listing} - ({MANIFEST_NAME} if not inner else set())):
+        info, number = listing.get(path), written.get(path)
+        if info is None or number is None:
+            raise _not_written(place, path.removeprefix(inner), "is missing" if info is None else "was added")
+        if info.size_bytes != (former := committed.files[number].size_bytes):
+            raise _not_written(place, path.removeprefix(inner), f"has {info.size_bytes:,} bytes, and had {former:,}")
     manifest = objects.get(MANIFEST_NAME)
-    if not inner and (manifest is None or parse_manifest(read_bytes(place.store, manifest)) != committed):
+    if not inner and (
+        manifest is None or _without_pins(parse_manifest(read_bytes(place.store, manifest))) != _without_pins(committed)
+    ):
         raise _not_written(place, MANIFEST_NAME, "was replaced")
-    return written
+    check = TargetCheck(committed, should_stop=lambda: None)
+    check.read(place.store, listing, list(written.values()))
+    check.conclude()
+    for problem in check.problems:
+        raise _not_written(place, problem.path.removeprefix(inner), f"was changed ({problem.problem})")
+    for path, number in written.items():
+        # No digest but that of `--verify full` covers the bytes between tensors.
+        if listing[path].pin != committed.files[number].pin:
+            raise _not_written(place, path.removeprefix(inner), "was written again")
+    digests = {path.removeprefix(inner): digest for path, digest in check.sha256.items()}
+    digests |= _hashed(place, {path: info for path, info in objects.items() if path not in digests}, _THREADS)
+    return dict(sorted(digests.items()))
+
+
+def _without_pins(manifest: Manifest) -> Manifest:
+    """A manifest without the pins of its files, which are not the stored ones if a finished target was read again."""
+    return manifest.model_copy(update={"files": tuple(f.model_copy(update={"pin": ""}) for f in manifest.files)})
 
 
 def _not_written(place: Location, path: str, what: str) -> IntegrityError:
@@ -582,43 +605,17 @@ def _not_written(place: Location, path: str, what: str) -> IntegrityError:
     )
 
 
-def _hashed(
-    place: Location,
-    objects: Mapping[str, ObjectInfo],
-    threads: int,
-    written: Mapping[str, ManifestFile] = MappingProxyType({}),
-) -> dict[str, str]:
-    """SHA-256 of each file. Of files that a conversion wrote, the bytes are compared with its CRC-32s as they are read.
-
-    Raises:
-        IntegrityError: `integrity.mismatch`.
-    """
+def _hashed(place: Location, objects: Mapping[str, ObjectInfo], threads: int) -> dict[str, str]:
+    """SHA-256 of each file."""
 
     def digest(path: str) -> str:
-        found, info = hashlib.sha256(), objects[path]
-        for begin, end, expected in _ranges(info.size_bytes, written.get(path)):
-            crc = 0
-            for _, view in pieces_of(partial(place.store.read_into, info), begin, end):
-                found.update(view)
-                crc = crc if expected is None else crc32(view, crc)
-            if expected is not None and crc != expected:
-                raise _not_written(place, path, f"was changed (bytes {begin:,} to {end:,})")
-        return found.hexdigest()
+        sha256, info = hashlib.sha256(), objects[path]
+        for _, view in pieces_of(partial(place.store.read_into, info), 0, info.size_bytes):
+            sha256.update(view)
+        return sha256.hexdigest()
 
     with ThreadPoolExecutor(threads) as pool:
         return dict(zip(objects, pool.map(digest, objects), strict=True))
-
-
-def _ranges(size_bytes: int, file: ManifestFile | None) -> Iterator[tuple[int, int, int | None]]:
-    """(first byte, last byte + 1, CRC-32) of consecutive ranges of a file; None for bytes without a checksum."""
-    at = 0
-    for offset, length, expected in sorted(file.chunks) if file is not None else ():
-        if offset > at:
-            yield at, offset, None
-        yield offset, offset + length, expected
-        at = offset + length
-    if at < size_bytes:
-        yield at, size_bytes, None
 
 
 # Conversions that leave a statement about their target, with a link to that of their source.
