@@ -185,6 +185,9 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "the subject's name is a number": of_the_statement(lambda s: s["subject"][0].update(name=7)),
     "two subjects": of_the_statement(lambda s: s["subject"].append(s["subject"][0])),
     "the statement's type is a list": of_the_statement(lambda s: s.update(_type=[])),
+    "another version": of_the_statement(lambda s: s["predicate"]["reshard"].update(version=99)),
+    "another algorithm": of_the_statement(lambda s: s["predicate"]["resources"][0].update(algorithm="md5")),
+    "no algorithm": of_the_statement(lambda s: s["predicate"]["resources"][0].pop("algorithm")),
     "a digest is a number": of_the_statement(lambda s: s["predicate"]["resources"][0].update(digest=1)),
     "choices of another version": of_the_statement(lambda s: s["predicate"]["reshard"].update(choices={"opaque": 3})),
 }

@@ -61,6 +61,7 @@ _IN_STATEMENT = (*WHOLE[1:], "weights", "masters")
 _MOST_BYTES = 1 << 30
 _THREADS = 4
 _VERSION = 1
+_ALGORITHM = "sha256"
 
 Key = Any
 """A public key of securesystemslib, which exports no types."""
@@ -159,6 +160,7 @@ class _BundleText(_Read):
 
 class _Resource(_Read):
     name: str
+    algorithm: str
     digest: Sha256
 
 
@@ -299,7 +301,7 @@ def _text(url: str) -> bytes:
 def bundle_of(statement: Statement, signer: Signer) -> tuple[str, Statement]:
     """The bundle of a statement as JSON, and the statement with its payload and its key."""
     dsse = _libraries().dsse
-    resources = [{"name": n, "algorithm": "sha256", "digest": d} for n, d in statement.files.items()]
+    resources = [{"name": n, "algorithm": _ALGORITHM, "digest": d} for n, d in statement.files.items()]
     body = {
         "_type": _STATEMENT,
         "subject": [{"name": statement.name, "digest": {"sha256": statement.contents}}],
@@ -307,7 +309,7 @@ def bundle_of(statement: Statement, signer: Signer) -> tuple[str, Statement]:
         "predicate": {
             "serialization": {
                 "method": "files",
-                "hash_type": "sha256",
+                "hash_type": _ALGORITHM,
                 "allow_symlinks": True,
                 "ignore_paths": list(_NOT_SEALED),
             },
@@ -364,6 +366,10 @@ def _parsed(payload: bytes, where: str) -> Statement:
         raise _tampered(where, "it is signed, but is no statement of this version of reshard") from None
     files, subject = {resource.name: resource.digest for resource in body.predicate.resources}, body.subject[0]
     found = Statement(subject.name, subject.digest.sha256, files, facts)
+    if facts.version != _VERSION:
+        raise _tampered(where, f"it is signed, but of version {facts.version}; this release reads {_VERSION}")
+    if other := sorted({resource.algorithm for resource in body.predicate.resources} - {_ALGORITHM}):
+        raise _tampered(where, f"it is signed, but has digests of {printable(other[0])}; {_ALGORITHM} is computed")
     kind, whole = (body.kind, body.predicate_type), _contents(files)
     if kind != (_STATEMENT, _PREDICATE):
         raise _tampered(where, "it is signed, but is a statement of another kind")
