@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import zlib
@@ -312,6 +313,53 @@ def test_missing_and_added_files_are_named(place: Path) -> None:
     assert problems[""].startswith("the state cannot be read: checkpoint.incomplete")
 
 
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        os.chdir(path.parent)  # the path of a socket may have 107 bytes
+        server.bind(path.name)
+
+
+NO_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "FIFO": ("is a FIFO", os.mkfifo),
+    "socket": ("is a socket", listening),
+    "dead link": ("is a dead link", lambda path: path.symlink_to("/nonexistent/states.pt")),
+    "link to itself": ("is a dead link", lambda path: path.symlink_to(path.name)),
+    "in a directory": ("is a FIFO", lambda path: (path.mkdir(), os.mkfifo(path / "inner"))),
+    "in a linked directory": (
+        "is a FIFO",
+        lambda path: ((d := path.parents[2] / "there").mkdir(), os.mkfifo(d / "inner"), path.symlink_to(d)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_and_can_be_opened_by_its_name_is_neither_sealed_nor_accepted(
+    kind: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    what, make = NO_FILES[kind]
+    path = place / "run" / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    make(path)
+    (place / "run" / "global_step3" / "empty").mkdir()
+    name = f"{path.name}/inner" if path.is_dir() else path.name
+    assert [(p.path, p.problem) for p in check(place).problems] == [(name, f"{what}, which no seal lists")]
+    with pytest.raises(RequestError, match=f"{name} {what}") as raised:
+        seal(place)
+    assert raised.value.code == "request.unsatisfiable"
+    with pytest.raises(RequestError, match=f"{name} {what}"):
+        reshard.convert(place / "run", place / "out", to="universal", sign=place / "seal.key")
+    assert not (place / "out").exists()
+
+
+def test_a_fifo_in_the_place_of_a_sealed_file_is_named_once(place: Path) -> None:
+    shard = min((place / "run" / "global_step3").glob("*optim_states.pt"))
+    shard.unlink()
+    os.mkfifo(shard)
+    assert [(p.path, p.problem) for p in check(place).problems if p.path] == [
+        (shard.name, "is a FIFO, which no seal lists")
+    ]
+
+
 # -- chains ---------------------------------------------------------------------------------------------
 
 
@@ -392,6 +440,11 @@ def added(target: Path) -> str:
     return "added.txt was added"
 
 
+def opened_by_its_name(target: Path) -> str:
+    os.mkfifo(target / "model-2.safetensors")
+    return "model-2.safetensors (a FIFO) was added"
+
+
 def flipped(target: Path) -> str:
     data = bytearray((target / "model.safetensors").read_bytes())
     data[-1] ^= 1
@@ -441,7 +494,7 @@ def forged(target: Path) -> str:
     return "model.safetensors"
 
 
-@pytest.mark.parametrize("change", [added, flipped, changed_under_its_crc, touched, forged])
+@pytest.mark.parametrize("change", [added, opened_by_its_name, flipped, changed_under_its_crc, touched, forged])
 def test_a_target_that_changes_between_its_commit_and_its_seal_is_not_signed(
     place: Path, change: Callable[[Path], str]
 ) -> None:

@@ -88,8 +88,44 @@ def dead_links(directory: str) -> str:
     return "; ".join(found[:3]) + more
 
 
+def not_files(directory: str) -> dict[str, str]:
+    """What every entry below a directory is that is neither a file nor a directory, by its path relative to it.
+
+    Lists of files leave them out, and yet a program that goes by names opens them: a dead link leads to a file as soon
+    as there is one, and from a FIFO or a socket comes what its writer likes.
+
+    Raises:
+        SourceError, RequestError, StorageError: As `LocalStore.list_tree`.
+    """
+    with translated(directory):
+        return {
+            os.path.relpath(path, directory): _kind(status)
+            for path, status in sorted(_entries(directory), key=lambda entry: entry[0])
+            if status is None or not stat_module.S_ISREG(status.st_mode)
+        }
+
+
+def _kind(status: os.stat_result | None) -> str:
+    if status is None:
+        return "a dead link"
+    if stat_module.S_ISFIFO(status.st_mode):
+        return "a FIFO"
+    return "a socket" if stat_module.S_ISSOCK(status.st_mode) else "a device"
+
+
 def _tree(path: str) -> Iterator[ObjectInfo]:
     """The regular files below a directory, also those in linked directories: a reader opens them by the same paths.
+
+    Raises:
+        SourceError, RequestError: As `_entries`.
+    """
+    for inner, status in _entries(path):
+        if status is not None and stat_module.S_ISREG(status.st_mode):
+            yield ObjectInfo(inner, status.st_size, _pin(status))
+
+
+def _entries(path: str) -> Iterator[tuple[str, os.stat_result | None]]:
+    """The path and status of all below a directory that is no directory, also in linked directories; None: a dead link.
 
     A link to a directory above itself is not followed. A directory that cannot be listed raises: it must not look
     empty.
@@ -110,10 +146,11 @@ def _tree(path: str) -> Iterator[ObjectInfo]:
         for entry in entries:
             status = _status(entry.path)
             if status is None:
-                continue
-            if stat_module.S_ISREG(status.st_mode):
-                yield ObjectInfo(entry.path, status.st_size, _pin(status))
-            elif stat_module.S_ISDIR(status.st_mode) and (key := (status.st_dev, status.st_ino)) not in above:
+                if entry.is_symlink():  # else the file was removed meanwhile
+                    yield entry.path, None
+            elif not stat_module.S_ISDIR(status.st_mode):
+                yield entry.path, status
+            elif (key := (status.st_dev, status.st_ino)) not in above:
                 if entry.is_symlink():
                     refuse_outside(entry.path)
                     linked += 1

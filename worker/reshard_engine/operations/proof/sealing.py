@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +41,9 @@ from reshard_engine.operations.proof.fingerprint import WHOLE, component_digest,
 from reshard_engine.operations.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.crc32 import pieces_of
+from reshard_engine.storage.local import not_files
 from reshard_engine.storage.locations import Location, open_location
-from reshard_engine.storage.protocol import ObjectInfo, parent_and_name, read_bytes
+from reshard_engine.storage.protocol import ObjectInfo, join, parent_and_name, read_bytes
 from reshard_engine.storage.texts import write_text
 from reshard_engine.storage.urls import canonical_url, refuse_writing_outside
 
@@ -497,6 +499,7 @@ def _see(
     ledger, rules = OpaqueLedger(OpaquePolicy.KEEP), rules_of(options)
     checkpoint = named_checkpoint(open_location(source.url, source.profile), source, ledger, rules)
     place = open_location(checkpoint.url, source.profile)
+    _refuse_others(place, committed)
     objects = _objects(place)
     _refuse_uncovered(checkpoint, place, objects)
     digest = partial(fingerprint_of, checkpoint, on_progress=on_progress, should_stop=should_stop)
@@ -514,6 +517,7 @@ def _see(
         files = _hashed_as_written(committed, open_location(source.url, source.profile), place, objects)
     if _objects(place) != objects:
         raise _changed(place)
+    _refuse_others(place, committed)
     size_bytes = sum(info.size_bytes for info in objects.values())
     return _Seen(checkpoint, rules, place, objects, files, report, report.read_bytes + size_bytes)
 
@@ -532,6 +536,31 @@ def _objects(place: Location) -> dict[str, ObjectInfo]:
     if not found and (info := place.store.stat(place.path)) is not None:
         found = {parent_and_name(place.path)[1]: info}
     return dict(sorted(found.items()))
+
+
+def _others(place: Location) -> dict[str, str]:
+    """What the entries of a local checkpoint are that a seal cannot list, by path: FIFOs, sockets, dead links."""
+    if place.store.scheme != "file":
+        return {}
+    return {path: kind for path, kind in not_files(place.path).items() if path.partition("/")[0] not in _NOT_SEALED}
+
+
+def _refuse_others(place: Location, committed: Manifest | None) -> None:
+    """Reject a checkpoint with an entry that is no file: what a reader gets from it can change under the seal.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+        IntegrityError: `integrity.mismatch` for the target of a conversion, which writes none.
+    """
+    for path, kind in _others(place).items():
+        if committed is not None:
+            raise _not_written(place, path, f"({kind}) was added")
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{printable(place.url)}: {printable(path)} is {kind}, and a seal lists the bytes of files only",
+            fix=f"put a file in its place, or remove it: `rm {shlex.quote(printable(join(place.path, path)))}`",
+            details={"path": printable(path)},
+        )
 
 
 def _refuse_uncovered(checkpoint: Checkpoint, place: Location, objects: Mapping[str, ObjectInfo]) -> None:
@@ -814,11 +843,13 @@ def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyPro
         # Damaged files may not be readable at all. Then the list of files says which.
         place = _directory(place, source.tag)
         found.append(_problem("", f"the state cannot be read: {error.code}: {error.message}"))
-    objects = _objects(place)
+    objects, others = _objects(place), _others(place)
     files = _hashed(place, objects, _THREADS)
     wrong: list[VerifyProblem] = []
-    for path in sorted({*files, *statement.files}):
-        if files.get(path) != statement.files.get(path):
+    for path in sorted({*files, *statement.files, *others}):
+        if path in others:
+            wrong.append(_problem(path, f"is {others[path]}, which no seal lists"))
+        elif files.get(path) != statement.files.get(path):
             strange = "was not sealed" if path not in statement.files else "has other bytes than those that were sealed"
             wrong.append(_problem(path, "is missing" if path not in files else strange))
     return [*wrong, *found], read + sum(info.size_bytes for info in objects.values())
