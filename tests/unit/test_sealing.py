@@ -686,6 +686,64 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert run(["verify", "run", "--cert", "global_step3.sealed.json"]) == 2
 
 
+def test_the_files_beside_a_tag_are_named_as_not_covered(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Trainer resumes from them, and a statement is about the directory of the tag alone."""
+    (place / "run").rename(place / "checkpoint-3")
+    top = place / "checkpoint-3"
+    for path in top.glob("*.*"):
+        path.unlink()
+    names = sorted(
+        [*(f"rng_state_{rank}.pth" for rank in range(7)), "model.safetensors", "scheduler.pt", "config.json"]
+    )
+    for name in names:
+        (top / name).write_text("{}")
+    words = ["seal", str(top), "--key", str(place / "seal.key"), "--out", str(place / "c.json")]
+    assert run([*words]) == 0
+    sentence = (
+        f"the seal covers {top}/global_step3, and not the 10 files beside it: {', '.join(names[:8])} and 2 more\n"
+    )
+    assert sentence in capsys.readouterr().err
+    assert run([*words, "--json", "-q"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["url"], report["not_covered"], report["not_covered_count"]) == (
+        f"{top}/global_step3", names[:8], 10
+    )  # fmt: skip
+    (top / "model.safetensors").write_text("changed")
+    (top / "a.pt").write_text("added")
+    checked = ["verify", str(top), "--cert", str(place / "c.json"), "--key", str(place / "seal.pub")]
+    assert run(checked) == 0
+    assert "and not the 11 files beside it: a.pt, config.json" in capsys.readouterr().out
+    assert run([*checked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["covered"], found["not_covered_count"]) == (f"{top}/global_step3", 11)
+    assert found["not_covered"] == ["a.pt", *names[:7]]
+
+
+@pytest.mark.parametrize("way", ["tag directory", "link to the tag directory"])
+def test_a_directory_that_is_covered_itself_has_nothing_beside_it(way: str, place: Path) -> None:
+    tag = place / "run" / "global_step3"
+    if way != "tag directory":
+        (place / "link").symlink_to(tag)
+        tag = place / "link"
+    report = reshard.seal(tag, key=place / "seal.key", progress=False)
+    assert report.not_covered_count == 0
+    certificate = written(place, report, "tag.json")
+    found = reshard.verify_sealed(tag, [certificate], [place / "seal.pub"])
+    assert found.ok
+    assert (found.covered, found.not_covered_count) == (report.url, 0)
+
+
+def test_the_pointer_may_be_a_link_and_files_beside_the_tag_are_named(place: Path) -> None:
+    (place / "run" / "latest").unlink()
+    (place / "run" / "latest").symlink_to("global_step3")
+    assert seal(place).not_covered == ("README.md", "expected.json", "expected.safetensors")
+    (place / "link").symlink_to(place / "run")
+    report = reshard.seal(place / "link", key=place / "seal.key", progress=False)
+    assert report.not_covered_count == 3
+    shutil.rmtree(place / "run")
+    assert not reshard.verify_sealed(place / "run", [place / "run.sealed.json"], [place / "seal.pub"]).ok
+
+
 def test_without_the_extra_the_missing_library_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "securesystemslib", None)
     with pytest.raises(RequestError, match="signatures need 'securesystemslib'") as raised:

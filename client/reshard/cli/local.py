@@ -60,6 +60,7 @@ from reshard.cli.output import (
     inspection_lines,
     next_steps,
     not_carried_lines,
+    not_covered,
     picture_lines,
     plan_lines,
     possible_commands,
@@ -736,6 +737,8 @@ def seal(
         return
     if report.weights_only and not quiet:
         warn("the files leave open what the optimizer's states mean: the statement is about files and weights")
+    if report.not_covered_count and not quiet:
+        warn(not_covered(report.url, report.not_covered, report.not_covered_count))
     if not quiet:
         hint(f"files {report.contents}, state {report.fingerprint}, signed by {report.key[:16]}")
     say(place)

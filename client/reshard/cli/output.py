@@ -489,6 +489,13 @@ def fingerprint_lines(report: FingerprintReport) -> Iterator[str]:
         yield f"  note: {printable(note)}"
 
 
+def not_covered(directory: str, names: Sequence[str], count: int) -> str:
+    """A sentence on the files beside a sealed directory, which may be anything."""
+    more = f" and {count - len(names):,} more" if count > len(names) else ""
+    covers = f"the seal covers {printable(directory)}, and not the {counted(count, 'file')} beside it"
+    return f"{covers}: {', '.join(names)}{more}"
+
+
 def check_lines(check: SealCheck) -> Iterator[str]:
     """The outcome of a check against a certificate: what differs, and how each step was made from the next one."""
     for problem in check.problems:
@@ -496,6 +503,8 @@ def check_lines(check: SealCheck) -> Iterator[str]:
     if check.ok:
         size = format_size(check.read_bytes)
         yield f"ok: {counted(check.files, 'file')} and the state are as sealed ({size}, {check.seconds:.1f} s)"
+    if check.not_covered_count:
+        yield f"  {not_covered(check.covered, check.not_covered, check.not_covered_count)}"
     for step in check.chain:
         yield f"  {printable(step.name)}  {step.format}  files {step.contents[:16]}  state {step.fingerprint[:16]}"
         yield f"    signed by {step.key[:16]}, {printable(step.tool)}"

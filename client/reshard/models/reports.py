@@ -232,6 +232,10 @@ class SealReport(WireModel):
     read_bytes: int
     weights_only: bool
     """True if the fingerprint is of the model alone: the files leave open what the optimizer's states mean."""
+    not_covered: tuple[str, ...] = ()
+    """Files beside the sealed directory, in the one that was named, that no seal covers; at most 8 of them."""
+    not_covered_count: int = 0
+    """The number of all of them."""
     certificate: str
     """The statement in its envelope and bundle, as JSON text."""
     seconds: float
@@ -268,6 +272,12 @@ class SealCheck(WireModel):
     read_bytes: int
     problems: tuple[VerifyProblem, ...] = ()
     """Files that are not those that were sealed, then tensors."""
+    covered: str
+    """The directory or file that was compared. It is that of the tag where the target is the directory around it."""
+    not_covered: tuple[str, ...] = ()
+    """Files beside that directory, in the target, that no seal covers; at most 8 of them."""
+    not_covered_count: int = 0
+    """The number of all of them."""
     chain: tuple[SealedStep, ...]
     """The statements, from that about the checkpoint to that about the first source."""
     seconds: float

@@ -287,6 +287,19 @@ def _overlapping(held: Sequence[TensorRange], begin: int, end: int) -> Sequence[
     return held[first : max(first, bisect_left(held, end, key=lambda h: h.offset))]
 
 
+def sha256_of_each(store: Store, objects: Mapping[str, ObjectInfo], threads: int) -> dict[str, str]:
+    """The SHA-256 of every object, by its path."""
+
+    def digest(path: str) -> str:
+        sha256, info = hashlib.sha256(), objects[path]
+        for _, view in pieces_of(partial(store.read_into, info), 0, info.size_bytes):
+            sha256.update(view)
+        return sha256.hexdigest()
+
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(objects, pool.map(digest, objects), strict=True))
+
+
 # Reads written bytes again, to compare them with the CRC-32s that were computed while they were written.
 
 

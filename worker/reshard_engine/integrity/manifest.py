@@ -116,6 +116,10 @@ class Manifest(_Facts):
     not_carried: tuple[NotCarried, ...] = ()
     """Everything that the source holds and the target does not. The file has no such member if there is nothing."""
 
+    def without_pins(self) -> Manifest:
+        """The manifest without the pins of its files, which a target has others of once it was written again."""
+        return self.model_copy(update={"files": tuple(f.model_copy(update={"pin": ""}) for f in self.files)})
+
     def to_bytes(self) -> bytes:
         """The manifest as it is stored, sealed with its own SHA-256."""
         absent = {name for name in ("server_copied", "casts", "not_carried") if not getattr(self, name)}

@@ -16,7 +16,6 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from reshard.choices import SEALED as SUFFIX, OpaquePolicy
+from reshard.choices import POINTERS, SEALED as SUFFIX, OpaquePolicy
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, printable
 from reshard.local import install_line
 from reshard.models.jobs import CastLoss, ConvertRequest, ConvertResult, NotCarried, Progress, VerifyProblem
@@ -34,13 +33,12 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import rules_of
 from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.integrity.checksums import Sha256
-from reshard_engine.integrity.file_check import TargetCheck
+from reshard_engine.integrity.file_check import TargetCheck, sha256_of_each
 from reshard_engine.integrity.manifest import MANIFEST_NAME, TOOL_VERSION, Manifest, parse_manifest
 from reshard_engine.operations.diff import reading_threads
 from reshard_engine.operations.proof.fingerprint import WHOLE, component_digest, fingerprint_of, whole_digest
 from reshard_engine.operations.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.storage.crc32 import pieces_of
 from reshard_engine.storage.local import not_files
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectInfo, join, parent_and_name, read_bytes
@@ -62,6 +60,7 @@ _IN_STATEMENT = (*WHOLE[1:], "weights", "masters")
 """Components whose lines a statement has: values of `run` may be private."""
 _MOST_BYTES = 1 << 30
 _THREADS = 4
+_MOST_NAMED = 8  # of the files that are not covered; the others are counted
 _VERSION = 1
 _ALGORITHM = "sha256"
 
@@ -407,6 +406,7 @@ class _Seen:
     files: Mapping[str, str]
     report: FingerprintReport
     read_bytes: int
+    not_covered: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +470,8 @@ def _seal(source: SourceSpec, signer: Signer, see: Callable[[], _Seen], origin: 
         files=len(seen.files),
         read_bytes=seen.read_bytes,
         weights_only=report.weights_only,
+        not_covered=tuple(map(printable, seen.not_covered[:_MOST_NAMED])),
+        not_covered_count=len(seen.not_covered),
         certificate=text,
         seconds=time.monotonic() - started,
     )
@@ -512,14 +514,15 @@ def _see(
         # The files leave open what their optimizer's numbers mean: the statement is about the model, and says so.
         report = digest(asked.model_copy(update={"weights_only": True}))
     if committed is None:
-        files = _hashed(place, objects, reading_threads(checkpoint))
+        files = sha256_of_each(place.store, objects, reading_threads(checkpoint))
     else:
         files = _hashed_as_written(committed, open_location(source.url, source.profile), place, objects)
     if _objects(place) != objects:
         raise _changed(place)
     _refuse_others(place, committed)
     size_bytes = sum(info.size_bytes for info in objects.values())
-    return _Seen(checkpoint, rules, place, objects, files, report, report.read_bytes + size_bytes)
+    beside = _not_covered(open_location(source.url, source.profile), place)
+    return _Seen(checkpoint, rules, place, objects, files, report, report.read_bytes + size_bytes, beside)
 
 
 def _changed(place: Location) -> SourceError:
@@ -536,6 +539,19 @@ def _objects(place: Location) -> dict[str, ObjectInfo]:
     if not found and (info := place.store.stat(place.path)) is not None:
         found = {parent_and_name(place.path)[1]: info}
     return dict(sorted(found.items()))
+
+
+def _not_covered(top: Location, place: Location) -> list[str]:
+    """The files of a directory beside that of its tag, which a seal does not cover: of a Trainer's, its own state.
+
+    The names in a statement are relative to the directory of the tag, as verifiers of model-signing read them. Pointers
+    are left out: one that leads elsewhere leads to files that are not those that were sealed.
+    """
+    same = os.path.realpath if place.store.scheme == "file" else str  # a location leads through links, or past them
+    if same(top.path) == same(place.path):
+        return []
+    names = {*top.store.list_directory(top.path).by_name} - {*POINTERS, parent_and_name(place.path)[1]}
+    return sorted(name for name in names if not name.endswith(SUFFIX))
 
 
 def _others(place: Location) -> dict[str, str]:
@@ -559,7 +575,6 @@ def _refuse_others(place: Location, committed: Manifest | None) -> None:
             "request.unsatisfiable",
             f"{printable(place.url)}: {printable(path)} is {kind}, and a seal lists the bytes of files only",
             fix=f"put a file in its place, or remove it: `rm {shlex.quote(printable(join(place.path, path)))}`",
-            details={"path": printable(path)},
         )
 
 
@@ -605,13 +620,6 @@ def _hashed_as_written(
         info, number = listing.get(path), written.get(path)
         if info is None or number is None:
             raise _not_written(place, path.removeprefix(inner), "is missing" if info is None else "was added")
-        if info.size_bytes != (former := committed.files[number].size_bytes):
-            raise _not_written(place, path.removeprefix(inner), f"has {info.size_bytes:,} bytes, and had {former:,}")
-    manifest = objects.get(MANIFEST_NAME)
-    if not inner and (
-        manifest is None or _without_pins(parse_manifest(read_bytes(place.store, manifest))) != _without_pins(committed)
-    ):
-        raise _not_written(place, MANIFEST_NAME, "was replaced")
     check = TargetCheck(committed, should_stop=lambda: None)
     check.read(place.store, listing, list(written.values()))
     check.conclude()
@@ -621,14 +629,13 @@ def _hashed_as_written(
         # No digest but that of `--verify full` covers the bytes between tensors.
         if listing[path].pin != committed.files[number].pin:
             raise _not_written(place, path.removeprefix(inner), "was written again")
+    manifest = objects.get(MANIFEST_NAME)
+    stored = None if manifest is None else parse_manifest(read_bytes(place.store, manifest))
+    if not inner and (stored is None or stored.without_pins() != committed.without_pins()):
+        raise _not_written(place, MANIFEST_NAME, "was replaced")
     digests = {path.removeprefix(inner): digest for path, digest in check.sha256.items()}
-    digests |= _hashed(place, {path: info for path, info in objects.items() if path not in digests}, _THREADS)
-    return dict(sorted(digests.items()))
-
-
-def _without_pins(manifest: Manifest) -> Manifest:
-    """A manifest without the pins of its files, which are not the stored ones if a finished target was read again."""
-    return manifest.model_copy(update={"files": tuple(f.model_copy(update={"pin": ""}) for f in manifest.files)})
+    rest = {path: info for path, info in objects.items() if path not in digests}
+    return dict(sorted({**digests, **sha256_of_each(place.store, rest, _THREADS)}.items()))
 
 
 def _not_written(place: Location, path: str, what: str) -> IntegrityError:
@@ -638,19 +645,6 @@ def _not_written(place: Location, path: str, what: str) -> IntegrityError:
         fix="find out what writes there, then run the same command with --overwrite",
         details={"path": printable(path)},
     )
-
-
-def _hashed(place: Location, objects: Mapping[str, ObjectInfo], threads: int) -> dict[str, str]:
-    """SHA-256 of each file."""
-
-    def digest(path: str) -> str:
-        sha256, info = hashlib.sha256(), objects[path]
-        for _, view in pieces_of(partial(place.store.read_into, info), 0, info.size_bytes):
-            sha256.update(view)
-        return sha256.hexdigest()
-
-    with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(objects, pool.map(digest, objects), strict=True))
 
 
 # Conversions that leave a statement about their target, with a link to that of their source.
@@ -746,13 +740,17 @@ def verify_sealed(source: SourceSpec, certificates: Sequence[str], keys: Sequenc
     known = [_public(_text(url), url) for url in keys]
     first, *others = [open_bundle(_text(url), known, url) for url in certificates]
     chain = _chain(first, {s.digest: s for s in (*others, *_beside(certificates, known))})
-    problems, read = _differing(source, first)
+    problems, read, place = _differing(source, first)
+    beside = _not_covered(open_location(source.url, source.profile), place)
     return SealCheck(
         target=source.url,
         ok=not problems,
         files=len(first.files),
         read_bytes=read,
         problems=tuple(problems),
+        covered=place.url,
+        not_covered=tuple(map(printable, beside[:_MOST_NAMED])),
+        not_covered_count=len(beside),
         chain=tuple(chain),
         seconds=time.monotonic() - started,
     )
@@ -826,8 +824,8 @@ def _model(statement: Statement) -> str | None:
     return components.get("masters") or components.get("weights")
 
 
-def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyProblem], int]:
-    """The files and tensors that are not those of a statement, and the number of bytes that were read."""
+def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyProblem], int, Location]:
+    """The files and tensors that are not those of a statement, the number of bytes that were read, and where."""
     facts, place = statement.facts, open_location(source.url, source.profile)
     chosen = _chosen(source, statement)
     found: list[VerifyProblem] = []
@@ -844,7 +842,7 @@ def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyPro
         place = _directory(place, source.tag)
         found.append(_problem("", f"the state cannot be read: {error.code}: {error.message}"))
     objects, others = _objects(place), _others(place)
-    files = _hashed(place, objects, _THREADS)
+    files = sha256_of_each(place.store, objects, _THREADS)
     wrong: list[VerifyProblem] = []
     for path in sorted({*files, *statement.files, *others}):
         if path in others:
@@ -852,7 +850,7 @@ def _differing(source: SourceSpec, statement: Statement) -> tuple[list[VerifyPro
         elif files.get(path) != statement.files.get(path):
             strange = "was not sealed" if path not in statement.files else "has other bytes than those that were sealed"
             wrong.append(_problem(path, "is missing" if path not in files else strange))
-    return [*wrong, *found], read + sum(info.size_bytes for info in objects.values())
+    return [*wrong, *found], read + sum(info.size_bytes for info in objects.values()), place
 
 
 def _chosen(source: SourceSpec, statement: Statement) -> SourceSpec:
