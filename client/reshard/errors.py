@@ -264,8 +264,8 @@ PROFILES_VARIABLE = "RESHARD_PROFILES"
 _SECRET_NAME = re.compile(
     r"(?:token|secret|password|passphrase|_pass|_pwd|_auth|_keys?|connection_string)$", re.IGNORECASE
 )
-_NAME_OF_FILE = re.compile(r"SIGNING_(?:PUBLIC_)?KEY$")
-"""Variables whose values are paths of key files; an error that hides the path helps nobody."""
+_KEY_OR_FILE = re.compile(r"SIGNING_(?:PUBLIC_)?KEY$")
+"""Variables whose values are keys or paths of their files; an error that hides the path of a file helps nobody."""
 _PASSWORD_IN_URL = re.compile(r"://[^/@\s:]*:([^/\s]+)@")
 _USER_IN_URL = re.compile(r"://[^/\s:@\"'<>]*:[^/\s\"'<>]*@")
 _PARAMETER = re.compile(r"[?&;]([\w.~%-]+)=([^&;#\s\"'<>]+)")
@@ -290,6 +290,31 @@ def conceal(secret: str | None) -> None:
         _concealed.add(secret)
 
 
+AROUND_TEXT = " \t\r\n\ufeff\"'"
+"""What copying, shells and files of settings leave around a text."""
+_LEAST_KEY_CHARS = 40
+"""Characters of the shortest private key in Base64, without the last ones."""
+_KEY_WITHOUT_HEADER = re.compile(rf"(?:\w+:)?[\w+/=\\\s-]{{{_LEAST_KEY_CHARS},}}")
+"""Base64 or hexadecimal digits. No name of a file with an extension looks like them."""
+_MOST_NAME_CHARS = 255
+
+
+def may_be_key(value: str) -> bool:
+    """True if a value may be a private key and is no existing file: damaged PEM, some of its lines, or Base64."""
+    if os.path.isfile(value):
+        return False
+    directory, name = os.path.split(value)
+    is_path = len(name) < _LEAST_KEY_CHARS and os.path.isdir(directory)
+    return "\n" in value or (
+        "://" not in value
+        and (
+            "BEGIN" in value
+            or (_KEY_WITHOUT_HEADER.fullmatch(value.strip(AROUND_TEXT)) is not None and not is_path)
+            or max(map(len, value.split("/"))) > _MOST_NAME_CHARS
+        )
+    )
+
+
 def without_secrets(text: str) -> str:
     """`text` with `[hidden]` in place of passwords, signatures, and secrets of this process in any usual encoding."""
     for form in _forms(tuple(os.environ.items()), _profiles_version(os.environ), tuple(_concealed)):
@@ -300,8 +325,11 @@ def without_secrets(text: str) -> str:
 
 def secrets_of(env: Mapping[str, str]) -> set[str]:
     """The secrets in the environment of a process, in its URLs, and in the file of storage profiles."""
-    found = {value for name, value in env.items() if _SECRET_NAME.search(name) and not _NAME_OF_FILE.search(name)}
+    found = {value for name, value in env.items() if _SECRET_NAME.search(name) and not _KEY_OR_FILE.search(name)}
     for name, value in env.items():
+        if _KEY_OR_FILE.search(name) and not os.path.isfile(value):
+            # A program may quote the lines between the headers, or one of them.
+            found |= {value, value.strip(), *(line for line in value.splitlines() if not line.startswith("-----"))}
         found.update(_within(value))
         if name.endswith("_KEYS"):
             found.update(part.strip() for part in value.split(","))

@@ -225,11 +225,23 @@ def test_a_secret_that_is_not_utf_8_is_hidden(monkeypatch: pytest.MonkeyPatch) -
     assert StorageError("storage.unavailable", text).message == "[hidden] [hidden] [hidden]"
 
 
-def test_hiding_secrets_leaves_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RESHARD_SIGNING_KEY", "/keys/signing-key.pem")
+def test_a_signing_key_is_hidden_unless_it_is_the_path_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "MC4CAQAwBQYDK2VwBCIEIcanary"
+    for value in (f"\n-----BEGIN PRIVATE KEY-----\n{line}\n-----END PRIVATE KEY-----\n", line, f"/gone/{line}"):
+        monkeypatch.setenv("RESHARD_SIGNING_KEY", value)
+        for text in (value, value.strip(), repr(value), printable(value), value.splitlines()[-2:][0]):
+            assert line not in StorageError("storage.denied", f"there is no {text}").message
+    file = tmp_path / "signing-key.pem"
+    file.touch()
+    monkeypatch.setenv("RESHARD_SIGNING_KEY", str(file))
+    assert str(file) in StorageError("storage.denied", f"{file} is not a key").message
+
+
+def test_hiding_secrets_leaves_other_words() -> None:
     for text in (
         "basic authentication is off",
-        "/keys/signing-key.pem is not a key",
         "write hf://ORG/NAME@REVISION, az://container/path or hdfs://host:9000/x@y",
         "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
     ):

@@ -592,6 +592,81 @@ def test_a_bad_key_in_the_environment_is_refused_and_not_shown(place: Path, monk
     assert not (place / "out").exists()
 
 
+AROUND = {
+    "a newline": lambda pem: f"\n{pem}",
+    "spaces": lambda pem: f"  {pem} ",
+    "quotes": lambda pem: f"'{pem}'",
+    "a byte order mark": lambda pem: f"\ufeff{pem}",
+    "no newline": str.strip,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_a_key_as_text_may_have_around_it_what_copying_leaves(
+    around: Callable[[str], str], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESHARD_SIGNING_KEY", around((place / "seal.key").read_text()))
+    reshard.convert(place / "run", place / "out", to="universal")
+    assert check(place, "out").ok
+
+
+DAMAGED = {
+    "Base64 of the file": lambda pem: base64.b64encode(pem.encode()).decode(),
+    "Base64 with its name": lambda pem: f"base64:{base64.b64encode(pem.encode()).decode()}",
+    "the line between the headers": lambda pem: pem.splitlines()[1],
+    "all but the first line": lambda pem: pem.partition("\n")[2],
+    "hexadecimal digits": lambda pem: base64.b64decode(pem.splitlines()[1]).hex(),
+    "the name of a variable before it": lambda pem: f"KEY={pem}",
+    "one line": lambda pem: f"key: {pem}".replace("\n", "\\n"),
+    "a word before it in a long line": lambda pem: f"k.{'x' * 300}{pem.splitlines()[1]}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_value_that_may_be_a_private_key_is_named_and_not_shown(
+    damage: Callable[[str], str], place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    value = damage((place / "seal.key").read_text())
+    secret = max(value.replace("\\n", "\n").splitlines(), key=len)[-40:]
+    commands = {
+        ("seal", "run", "--key", value, "--out", "c.json"): "--key",
+        ("convert", "run", "out", "--to", "universal", "--sign", value): "--sign",
+        ("verify", "run", "--cert", "run.sealed.json", "--key", value): "--key",
+        ("verify", "run", "--cert", value, "--key", "seal.pub"): "--cert",
+    }
+    monkeypatch.chdir(place)
+    for words, option in commands.items():
+        assert run(words) == 2
+        text = "".join(capfd.readouterr())
+        assert option in text
+        assert secret not in text
+    monkeypatch.setenv("RESHARD_SIGNING_KEY", value)
+    with pytest.raises(RequestError, match="the value of RESHARD_SIGNING_KEY is neither") as raised:
+        reshard.convert(place / "run", place / "out", to="universal")
+    assert secret not in json.dumps(raised.value.to_problem())
+
+
+def test_a_private_key_given_as_a_public_one_or_a_certificate_is_not_shown(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    pem = (place / "seal.key").read_text()
+    assert run(["verify", "run", "--cert", "run.sealed.json", "--key", pem]) == 2
+    assert run(["verify", "run", "--cert", pem, "--key", "seal.pub"]) == 2
+    assert pem.splitlines()[1] not in "".join(capfd.readouterr())
+
+
+def test_the_path_of_a_key_that_is_not_there_is_shown(place: Path) -> None:
+    for missing in ("no.key", "seal"):
+        with pytest.raises(SourceError, match=f"{missing}, the value of the private key") as raised:
+            seal(place, missing)
+        assert raised.value.code == "source.not_found"
+    deep = place / ("a" * 60) / "seal"
+    deep.parent.mkdir()
+    shutil.copy(place / "seal.key", deep)
+    assert seal(place, str(deep.relative_to(place))).certificate
+
+
 def test_a_service_that_may_not_write_beside_the_target_does_not_begin(configured: Path) -> None:
     (configured / "out").mkdir()
     confine([str(configured)], [str(configured / "out")])

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from reshard.choices import POINTERS, SEALED as SUFFIX, OpaquePolicy
-from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, printable
+from reshard.errors import AROUND_TEXT, IntegrityError, RequestError, ReshardError, SourceError, may_be_key, printable
 from reshard.local import install_line
 from reshard.models.jobs import CastLoss, ConvertRequest, ConvertResult, NotCarried, Progress, VerifyProblem
 from reshard.models.reports import FingerprintOptions, FingerprintReport, SealCheck, SealedStep, SealReport, Signing
@@ -48,6 +48,8 @@ from reshard_engine.storage.urls import canonical_url, refuse_writing_outside
 PASSPHRASE = "RESHARD_KEY_PASSPHRASE"  # noqa: S105 - the name of a variable
 """The environment variable with the passphrase of an encrypted private key."""
 _PEM = "-----BEGIN "
+SIGNING_KEY = "RESHARD_SIGNING_KEY"
+"""The environment variable with the key that signs all conversions of a process."""
 _KINDS = ("Ed25519", "secp256r1", "secp384r1", "secp521r1")
 _NEW_KEY = "openssl genpkey -algorithm ed25519 -out seal.key && openssl pkey -in seal.key -pubout -out seal.pub"
 _STATEMENT = "https://in-toto.io/Statement/v1"
@@ -261,6 +263,7 @@ def _signer(signing: Signing) -> Signer:
         SourceError: `source.not_found`.
     """
     serialization, _, signer, _ = _libraries()
+    option = SIGNING_KEY if signing.key == os.environ.get(SIGNING_KEY) else "the private key (--key or --sign)"
     scheme = signing.key.partition(":")[0]
     if scheme in signer.SIGNER_FOR_URI_SCHEME and signing.public_key is None:
         raise RequestError(
@@ -268,34 +271,58 @@ def _signer(signing: Signing) -> Signer:
             f"{printable(signing.key)} is kept by a service, and its public key is needed as well",
             fix="add --public-key PUB",
         )
-    what = "the text of the key" if signing.key.startswith(_PEM) else signing.key
+    name = option
     try:
         if scheme in signer.SIGNER_FOR_URI_SCHEME:
-            public_key = signing.public_key or ""
-            return signer.Signer.from_priv_key_uri(signing.key, _public(_text(public_key), public_key))
+            return signer.Signer.from_priv_key_uri(signing.key, _public_key(signing.public_key or "", "--public-key"))
+        pem, name = _pem_of(signing.key, option)
         passphrase = os.environ.get(PASSPHRASE)
         secret = None if passphrase is None else passphrase.encode()
-        key = serialization.load_pem_private_key(_text(signing.key), secret)
+        key = serialization.load_pem_private_key(pem, secret)
         public = key.public_key().public_bytes(
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         )
-        return signer.CryptoSigner(key, _public(public, what))
+        return signer.CryptoSigner(key, _public(public, name))
     except (ValueError, TypeError) as error:
-        raise _bad_key(what, "private", error) from None
+        raise _bad_key(name, "private", error) from None
 
 
-def _text(url: str) -> bytes:
-    """The bytes of a small file, which is a key or a certificate; the key itself if the text is one.
+def _public_key(value: str, option: str) -> Key:
+    """The public key that a path, a URL or a PEM text gives."""
+    return _public(*_pem_of(value, option))
+
+
+def _pem_of(value: str, option: str) -> tuple[bytes, str]:
+    """The PEM text of a key, which is the value itself or is in the file of this name, and its name in errors.
 
     Raises:
+        RequestError: `request.invalid` as `_small_file`.
         SourceError: `source.not_found`.
     """
-    if url.startswith(_PEM):
-        return url.encode()
+    text = value.strip(AROUND_TEXT)
+    if text.startswith(_PEM):
+        return f"{text}\n".encode(), "the text of the key"
+    return _small_file(value, option), value
+
+
+def _small_file(url: str, option: str) -> bytes:
+    """The bytes of a small file, which is a key or a certificate.
+
+    Raises:
+        RequestError: `request.invalid` if the value may be a key itself, which no error repeats.
+        SourceError: `source.not_found`.
+    """
+    if may_be_key(url):
+        raise RequestError(
+            "request.invalid",
+            f"the value of {option} is neither the path of a file nor a text in PEM",
+            fix="give the path of its file, such as --key seal.key, or the whole text of the file",
+        )
     location = open_location(url)
     info = location.store.stat(location.path)
     if info is None or info.size_bytes > _MOST_BYTES:
-        raise SourceError("source.not_found", f"there is no key or certificate {printable(url)}", fix="check the path")
+        text = f"there is no key or certificate {printable(url)}, the value of {option}"
+        raise SourceError("source.not_found", text, fix="check the path")
     return read_bytes(location.store, info)
 
 
@@ -706,8 +733,8 @@ def _given(sealed: _Sealed, signing: Signing) -> Statement:
         IntegrityError: `integrity.sealed` if the source is another one now; as `open_bundle`.
     """
     assert signing.certificate is not None
-    keys = [_public(_text(url), url) for url in signing.trusted] or [_signer(signing).public_key]
-    known = open_bundle(_text(signing.certificate), keys, signing.certificate)
+    keys = [_public_key(url, "--trust") for url in signing.trusted] or [_signer(signing).public_key]
+    known = open_bundle(_small_file(signing.certificate, "--cert"), keys, signing.certificate)
     now = sealed.statement
     if (known.contents, known.facts.state.digest) != (now.contents, now.facts.state.digest):
         where = printable(signing.certificate)
@@ -737,8 +764,8 @@ def verify_sealed(source: SourceSpec, certificates: Sequence[str], keys: Sequenc
         SourceError: The checkpoint, a key or a certificate does not exist.
     """
     started = time.monotonic()
-    known = [_public(_text(url), url) for url in keys]
-    first, *others = [open_bundle(_text(url), known, url) for url in certificates]
+    known = [_public_key(url, "--key") for url in keys]
+    first, *others = [open_bundle(_small_file(url, "--cert"), known, url) for url in certificates]
     chain = _chain(first, {s.digest: s for s in (*others, *_beside(certificates, known))})
     problems, read, place = _differing(source, first)
     beside = _not_covered(open_location(source.url, source.profile), place)
