@@ -267,7 +267,9 @@ _SECRET_NAME = re.compile(
 _KEY_OR_FILE = re.compile(r"SIGNING_(?:PUBLIC_)?KEY$")
 """Variables whose values are keys or paths of their files; an error that hides the path of a file helps nobody."""
 _PASSWORD_IN_URL = re.compile(r"://[^/@\s:]*:([^/\s]+)@")
-_USER_IN_URL = re.compile(r"://[^/\s:@\"'<>]*:[^/\s\"'<>]*@")
+_TOKEN_IN_URL = re.compile(r"(?i:https?)://([^/\s:?#]+):?@")
+"""A user without a password: in URLs of HTTP a token, elsewhere a container (abfs://NAME@HOST) or a name."""
+_USER_IN_URL = re.compile(r"(?:://[^/\s:@\"'<>]*:[^/\s\"'<>]*|(?i:(?<=http)|(?<=https))://[^/\s\"'<>?#]+)@")
 _PARAMETER = re.compile(r"[?&;]([\w.~%-]+)=([^&;#\s\"'<>]+)")
 _SECRET_PARAMETER = r"[\w.~%-]*(?:key|token|secret|password|passwd|pwd|signature|credential|auth)|sig|pass"  # noqa: S105 - names
 _IN_CONNECTION_STRING = re.compile(r"(?i)(?:^|;)\s*(?:AccountKey|SharedAccessSignature)=([^;]+)")
@@ -347,7 +349,7 @@ def _within(value: str, *, any_parameter: bool = False) -> set[str]:
         value: The value.
         any_parameter: True if each parameter of a URL counts as secret, whatever its name is.
     """
-    found = set(_PASSWORD_IN_URL.findall(value))
+    found = {*_PASSWORD_IN_URL.findall(value), *_TOKEN_IN_URL.findall(value)}
     for name, parameter in _PARAMETER.findall(f"?{value}" if value.startswith("sv=") else value):
         if any_parameter or re.fullmatch(_SECRET_PARAMETER, name, re.IGNORECASE):
             found.add(parameter)

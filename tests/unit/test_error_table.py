@@ -178,6 +178,8 @@ _PLANTED = "Canary/pl4nted+S3cret=="
         f"echo {_PLANTED} and {_PLANTED!r}",
         "x" * 240 + f" {_PLANTED}",
         "ftp://u:Can@ary@host/x and redis://:Canary@host",
+        'Could not connect to the endpoint URL: "http://Canary0123@127.0.0.1:1/b?list-type=2"',
+        "HTTPS://Can@ary@host, git+https://Canary@host",
     ],
 )
 def test_no_error_shows_a_secret_that_a_client_quotes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +200,11 @@ def test_secrets_of_a_profile_are_hidden_in_every_encoding(tmp_path: Path, monke
         'secret_access_key = "K3y-canary"\n'
         '[profiles.b]\nsas_token = "sv=2025&sig=S1g%2Fcanary%3D"\n'
         '[profiles.c]\nconnection_string = "BlobEndpoint=http://h:1/acct;AccountKey=Acc0unt/canary=="\n'
+        '[profiles.d]\nendpoint_url = "http://T0ken-canary@h:1"\n'
     )
     seen = (
         "P4ssw%2Ford-canary", "P4ssw/ord-canary", "Qu3ry-canary", "K3y-canary", "S1g%2Fcanary%3D", "S1g/canary=",
-        "S1g%2fcanary%3d", "Acc0unt/canary==", "Acc0unt%2Fcanary%3D%3D",
+        "S1g%2fcanary%3d", "Acc0unt/canary==", "Acc0unt%2Fcanary%3D%3D", "T0ken-canary",
     )  # fmt: skip
     for text in seen:
         assert "canary" not in str(StorageError("storage.denied", f"the store sent <{text}>")), text
@@ -215,7 +218,9 @@ def test_secrets_of_settings_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RESHARD_KEY_PASSPHRASE", "canary-passphrase")
     monkeypatch.setenv("RESHARD_WEBHOOK_KEYS", "canary-new=, canary-old=")
     monkeypatch.setenv("HTTPS_PROXY", "http://u:canary-proxy@host:3128")
-    for secret in ("canary-passphrase", "canary-new=", "canary-old=", "canary-proxy"):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://canary%2Ftoken:@host")
+    hidden = ("canary-passphrase", "canary-new=", "canary-old=", "canary-proxy", "canary/token", "canary%2ftoken")
+    for secret in hidden:
         assert "canary" not in str(StorageError("storage.unavailable", f"<{secret}>"))
 
 
@@ -243,6 +248,8 @@ def test_hiding_secrets_leaves_other_words() -> None:
     for text in (
         "basic authentication is off",
         "write hf://ORG/NAME@REVISION, az://container/path or hdfs://host:9000/x@y",
+        "abfs://container@account.dfs.core.windows.net/x, postgresql://reshard@host/jobs, https://host/x@y?z=a@b",
+        "https://host?mail=a@b and http://[::1]:9000/b",
         "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
     ):
         assert StorageError("storage.denied", text).message == text
