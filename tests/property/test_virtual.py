@@ -270,3 +270,21 @@ def test_directories_of_killed_processes_are_removed_and_others_stay(source: Pat
         assert not stubs.exists()
     assert [p.name for p in home.iterdir()] == ["reshard-stubs-of-the-user"]
     assert source.exists()
+
+
+def test_a_forked_process_that_leaves_the_block_takes_nothing_from_its_parent(source: Path, home: Path) -> None:
+    program = (
+        "import os, sys, tempfile, torch, reshard\n"
+        "from pathlib import Path\n"
+        "tempfile.tempdir = sys.argv[2]\n"
+        "with reshard.direct(sys.argv[1], to='zero', dp=3) as path:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        raise SystemExit(5)\n"
+        "    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "    loaded = [torch.load(file, weights_only=False) for file in Path(path).rglob('*.pt')]\n"
+        "print('RESULT', code, len(loaded), os.listdir(sys.argv[2]))\n"
+    )
+    words = [sys.executable, "-c", program, str(source), str(home)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert "RESULT 5 4 []" in done.stdout, done.stderr

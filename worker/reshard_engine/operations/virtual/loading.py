@@ -471,7 +471,11 @@ _JOURNAL = ".journal"
 
 @contextmanager
 def stub_home() -> Generator[str]:
-    """A temporary directory for stubs. What processes that were killed left of theirs is removed first."""
+    """A temporary directory for stubs. What processes that were killed left of theirs is removed first.
+
+    The process that made it removes it, and no process that was forked from that one.
+    """
+    owner = os.getpid()
     parent = tempfile.gettempdir()
     _remove_abandoned(parent)
     place = os.path.join(parent, f"{_HOME}{secrets.token_hex(8)}")
@@ -481,9 +485,10 @@ def stub_home() -> Generator[str]:
         os.mkdir(place, 0o700)
         yield place
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-        with suppress(OSError):
-            os.unlink(place + _JOURNAL)
+        if os.getpid() == owner:
+            shutil.rmtree(place, ignore_errors=True)
+            with suppress(OSError):
+                os.unlink(place + _JOURNAL)
         os.close(lock)
 
 
@@ -557,15 +562,19 @@ def serving(made: Sequence[StubDirectory]) -> Generator[None]:
     Blocks may overlap, in one thread or several: all of them share one set of patches, which the last one removes.
 
     Args:
-        made: The directories. They are closed after the block.
+        made: The directories. They are closed after the block, by the process that began it alone.
     """
+    owner = os.getpid()
     try:
         _SERVED.enter(made)
         yield
     finally:
-        _SERVED.leave(made)
-        for one in made:
-            one.layout.close()
+        # A process that was forked in the block shares the files of its parent, and may have inherited locks that no
+        # thread of its own holds.
+        if os.getpid() == owner:
+            _SERVED.leave(made)
+            for one in made:
+                one.layout.close()
 
 
 class _Served:
