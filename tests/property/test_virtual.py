@@ -272,6 +272,28 @@ def test_directories_of_killed_processes_are_removed_and_others_stay(source: Pat
     assert source.exists()
 
 
+def test_stubs_are_known_by_every_path_and_as_open_files(
+    source: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = home.with_name("link")
+    link.symlink_to(home)
+    monkeypatch.setattr(tempfile, "tempdir", str(link))
+    with reshard.direct(source, to="zero", dp=3) as path:
+        file = optimizer_file(path)
+        beside = home.with_name("of the user.pt")
+        beside.symlink_to(file)
+        monkeypatch.chdir(path)
+        for place in (file, file.resolve(), file.relative_to(path), str(file.relative_to(path)), beside):
+            assert torch.load(place, weights_only=False)["optimizer_state_dict"]
+        for place in (file, file.relative_to(path)):
+            with place.open("rb") as opened_file:
+                assert torch.load(opened_file, weights_only=False)["optimizer_state_dict"]
+        own = home.with_name("own.pt")
+        torch.save([1], own)
+        with own.open("rb") as opened_file:
+            assert torch.load(opened_file) == torch.load(io.BytesIO(own.read_bytes())) == [1]
+
+
 def test_a_forked_process_that_leaves_the_block_takes_nothing_from_its_parent(source: Path, home: Path) -> None:
     program = (
         "import os, sys, tempfile, torch, reshard\n"

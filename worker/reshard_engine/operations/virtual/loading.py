@@ -100,6 +100,11 @@ def _peer(text: str) -> JobError:
 # DeepSpeed: a directory of stubs that stand for the files of a native target.
 
 
+def _identity(file: int | str) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
+
+
 class StubDirectory:
     """A directory with the names of a virtual checkpoint's files, for loaders that open files by path.
 
@@ -109,8 +114,10 @@ class StubDirectory:
     def __init__(self, directory: str, layout: VirtualCheckpoint, to: str) -> None:
         """Make the files. `directory` is that of the target, of the format `to`; it must not exist."""
         self.to = to
-        self.directory = os.path.abspath(directory)
+        self.directory = os.path.realpath(directory)
         self.layout = layout
+        self._names: dict[tuple[int, int], str] = {}
+        """The names of the files by device and inode, for loaders that open a file themselves."""
         self._errors: list[ReshardError] | None = None
         self._replicas: Any = None
         self._kept: tuple[str, Any] | None = None
@@ -118,6 +125,7 @@ class StubDirectory:
             path = os.path.join(directory, file.path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb") as stub:
+                self._names[_identity(stub.fileno())] = file.path
                 if file.template.filled_bodies or file.template.crc_slots:
                     stub.truncate(file.size_bytes)
                 else:
@@ -131,8 +139,20 @@ class StubDirectory:
 
     def file_of(self, path: str | os.PathLike[str]) -> str | None:
         """The file of the virtual checkpoint that a path stands for; None for other paths."""
-        name = os.path.relpath(os.path.abspath(os.fspath(path)), self.directory)
+        # A temporary directory may be a link, and a relative path begins at the end of all links.
+        name = os.path.relpath(os.path.realpath(os.fspath(path)), self.directory)
         return name if name in self.layout.sizes else None
+
+    def opened_file(self, file: io.IOBase) -> str | None:
+        """The file of the virtual checkpoint whose stub is open at its beginning; None for other files."""
+        try:
+            opened = _identity(file.fileno())
+            name = self._names.get(opened)
+            # The system gives the inode of a removed file to another one.
+            is_stub = name is not None and _identity(os.path.join(self.directory, name)) == opened
+            return name if is_stub and file.tell() == 0 else None
+        except (OSError, ValueError):  # no file of the system, or a closed one
+            return None
 
     @contextmanager
     def open(self, name: str) -> Generator[io.RawIOBase]:
@@ -196,7 +216,7 @@ class StubDirectory:
 
     def lies_in(self, directory: str | os.PathLike[str]) -> bool:
         """True if this is the directory, or lies in it."""
-        return is_within(self.directory, os.path.abspath(os.fspath(directory)))
+        return is_within(self.directory, os.path.realpath(os.fspath(directory)))
 
     @contextmanager
     def loading(self, engine: Any) -> Generator[None]:
@@ -600,6 +620,8 @@ class _Served:
                 self._undo.popitem()[1]()
 
     def _find(self, path: object) -> tuple[StubDirectory, str] | None:
+        if isinstance(path, io.IOBase):
+            return next(((one, stub) for one in self._directories if (stub := one.opened_file(path)) is not None), None)
         if not isinstance(path, str | os.PathLike):
             return None
         place = cast("str | os.PathLike[str]", path)
