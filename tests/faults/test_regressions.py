@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,12 +14,13 @@ import pytest
 from faults import local_trials, memory_trials
 from faults.judge import strays
 from faults.small import EVERY_LAYOUT, NAME, OPTIONS, STEP, small_request
+from house.expected import raised, some
 from reshard.choices import TargetFormat, WeightDtype
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.execute.sinks.local import LocalSink
-from reshard_engine.storage.local import LocalStore
+from reshard_engine.storage.local import LocalStore, kept_open
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import Fault, FaultyStore, MemoryStore, Steps
 
@@ -202,3 +205,26 @@ def test_megatrons_tracker_names_nothing_that_is_being_replaced(memory: MemorySt
     local.prepare()
     assert local_trials.run_child(local, local_trials.scripted(moved.number, Fault.KILL_BEFORE, 0)).wait() == ""
     assert TRACKER not in local_trials.tree(local.parent)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_file_that_is_rewritten_while_it_is_read_has_changed(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer comes between the comparison with the pin and the read."""
+    file, store, preadv = tmp_path / "file", LocalStore(), os.preadv
+    file.write_bytes(b"old" * 1000)
+    os.utime(file, ns=(0, 0))  # the clock of a file system is coarse
+    info = some(store.stat(str(file)))
+    buffer = bytearray(300)
+    with kept_open() if kept else nullcontext():
+        store.read_into(info, 0, memoryview(buffer))
+        assert buffer == b"old" * 100
+
+        def rewritten(*arguments: Any) -> int:
+            with file.open("r+b") as writer:
+                writer.write(b"new" * 1000)
+            return preadv(*arguments)
+
+        monkeypatch.setattr(os, "preadv", rewritten)
+        assert raised(SourceError, lambda: store.read_into(info, 0, memoryview(buffer))).code == "source.changed"

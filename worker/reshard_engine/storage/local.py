@@ -253,13 +253,15 @@ class LocalStore:
         return ObjectInfo(path, status.st_size, _pin(status))
 
     def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on. The file must still have its pin."""
+        """Fill `buffer` from `offset` on. The file must still have its pin when the bytes are read."""
         with translated(info.path), _opened(info.path) as descriptor:
-            if _pin(os.fstat(descriptor)) != info.pin:
-                raise changed(info)
             done = 0
             while done < len(buffer):
                 count = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if count == 0:
                     raise changed(info)
                 done += count
+            # A writer may come between a comparison and the read, so it comes last. A write moves the time of the file
+            # before it moves its bytes (Linux, `file_update_time` in mm/filemap.c).
+            if _pin(os.fstat(descriptor)) != info.pin:
+                raise changed(info)
