@@ -275,7 +275,7 @@ class Dripping:
         self.ended = threading.Event()
 
     def send(self, claim: DeliveryClaim) -> Outcome:
-        if claim.tenant == "slow":
+        if claim.tenant.startswith("slow"):
             self.waiting.release()
             assert self.ended.wait(PATIENCE_S)
         return Outcome(204)
@@ -293,6 +293,29 @@ def test_endpoints_of_a_tenant_that_drip_do_not_delay_those_of_another(hooked: H
         _of_tenant(hooked, "quick", 1)
         (hook,) = Webhooks(hooked.database, "quick").list()
         wait_until(lambda: [one.state for one in hooked.outbox.list(hook.id)] == [DeliveryState.DELIVERED])
+        assert not sender.ended.is_set()
+    finally:
+        sender.ended.set()
+        deliverer.stop()
+
+
+def test_endpoints_of_two_tenants_that_drip_do_not_delay_those_of_a_third(hooked: Hooked) -> None:
+    for tenant in ("slow", "slow-too"):
+        _of_tenant(hooked, tenant, 20)
+    sender = Dripping()
+    deliverer = WebhookDeliverer(hooked.outbox, cast("WebhookSender", sender), keep_s=LONG)
+    deliverer.start()
+    try:
+        # Three quarters of the senders; the others are for tenants without a delivery on its way.
+        for _ in range(12):
+            assert sender.waiting.acquire(timeout=PATIENCE_S)
+        for tenant in ("third", "fourth"):
+            _of_tenant(hooked, tenant, 1)
+            (hook,) = Webhooks(hooked.database, tenant).list()
+            wait_until(
+                lambda hook=hook: [one.state for one in hooked.outbox.list(hook.id)] == [DeliveryState.DELIVERED]
+            )
+        assert not sender.waiting.acquire(blocking=False)
         assert not sender.ended.is_set()
     finally:
         sender.ended.set()

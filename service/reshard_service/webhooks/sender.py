@@ -98,6 +98,8 @@ _POLL_S = 1.0
 _AT_ONCE = 16
 _OF_TENANT = _AT_ONCE // 2
 """Deliveries of one tenant at once: however slow its endpoints are, the other half of the senders stays free."""
+_KEPT_FREE = _AT_ONCE // 4
+"""Senders that only tenants without a delivery on its way get: a few tenants with slow endpoints delay no other."""
 _FORGET_S = 60.0
 _STOP_S = 3.0
 
@@ -163,7 +165,9 @@ class WebhookDeliverer:
         claim = None
         try:
             with self._counting:
-                full = [tenant for tenant, count in self._tenants.items() if count >= _OF_TENANT]
+                is_reserve = self._tenants.total() >= _AT_ONCE - _KEPT_FREE
+                most = 1 if is_reserve else _OF_TENANT
+                full = [tenant for tenant, count in self._tenants.items() if count >= most]
             claim = self._deliveries.claim_next(without=full)
             return claim
         finally:
