@@ -338,10 +338,7 @@ def test_a_damaged_step_count_or_scalar_ends_the_conversion(to: str, tmp_path: P
         place.write_bytes(whole)
 
 
-def test_a_fingerprint_and_files_that_are_never_written_compare_records(tmp_path: Path) -> None:
-    with pytest.raises(SourceError) as caught:
-        reshard.fingerprint(damaged_source(tmp_path / "source", 0, 0))
-    assert caught.value.code == "zip.crc"
+def test_files_that_are_never_written_compare_records(tmp_path: Path) -> None:
     place = tmp_path / "model.pt"
     torch.save({"a": torch.arange(300_000.0), "b": torch.ones(3, 5)}, place)
     for offset, length in records_of_tensors(place):

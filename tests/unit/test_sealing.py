@@ -36,7 +36,7 @@ from reshard.cli.main import run
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError
 from reshard.models.jobs import Progress
 from reshard.models.reports import SealCheck, SealReport
-from reshard_engine.operations.proof import sealing
+from reshard_engine.operations.proof import sealing, statements
 from reshard_engine.storage.urls import confine
 
 TINY = ROOT / "tests" / "data" / "zero2_tiny"
@@ -254,6 +254,17 @@ def test_a_swapped_file_is_named_with_its_tensors(place: Path) -> None:
     assert [p.path for p in check(place).problems if p.path] == [shard.name]
 
 
+def test_a_damaged_checkpoint_is_not_sealed(tmp_path: Path) -> None:
+    key_pair(tmp_path, "seal")
+    place = tmp_path / "run"
+    place.mkdir()
+    torch.save({"w": torch.arange(1000.0)}, place / "model.pt")
+    data = bytearray((place / "model.pt").read_bytes())
+    data[data.index(torch.arange(1000.0).numpy().tobytes())] ^= 1
+    (place / "model.pt").write_bytes(data)
+    assert refusal(lambda: seal(tmp_path)) == "zip.crc"
+
+
 _MOMENT = "exp_avg/layers.0.up.weight"
 
 
@@ -295,7 +306,7 @@ def test_a_part_of_a_checkpoint_that_no_seal_lists_is_rejected_with_its_name(
     """Verifiers of model-signing leave some names out, such as `.git`: a reader must open none of these files."""
     key_pair(tmp_path, "seal")
     reshard.convert(TINY, tmp_path / "run", to="safetensors", progress=False)
-    monkeypatch.setattr(sealing, "_NOT_SEALED", ("model.safetensors",))
+    monkeypatch.setattr(sealing, "NOT_SEALED", ("model.safetensors",))
     with pytest.raises(RequestError, match=r"model\.safetensors is a part of the checkpoint") as raised:
         seal(tmp_path)
     assert raised.value.code == "request.unsatisfiable"
@@ -695,7 +706,7 @@ def test_keys_that_cannot_sign_are_refused(place: Path, monkeypatch: pytest.Monk
     key_pair(place, "hidden", hidden, b"open sesame")
     with pytest.raises(RequestError, match="not a private key in PEM"):
         seal(place, "hidden.key")
-    monkeypatch.setenv(sealing.PASSPHRASE, "open sesame")
+    monkeypatch.setenv(statements.PASSPHRASE, "open sesame")
     certificate = written(place, seal(place, "hidden.key"))
     assert reshard.verify_sealed(place / "run", [certificate], [place / "hidden.pub"]).ok
 

@@ -69,13 +69,23 @@ def fingerprint_of(
     checkpoint: Checkpoint,
     options: FingerprintOptions,
     *,
+    refuse_damaged: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> FingerprintReport:
     """Digest the state of a checkpoint.
 
+    Args:
+        checkpoint: The checkpoint.
+        options: What is digested.
+        refuse_damaged: Refuse records that do not match their CRC-32. Without it a digest tells which tensors differ
+            from those of another checkpoint.
+        on_progress: Is told how much was read.
+        should_stop: Is asked whether to stop.
+
     Raises:
-        SourceError: `checkpoint.unexplained`, `checkpoint.ambiguous`, `source.changed`, and the errors of reading.
+        SourceError: `checkpoint.unexplained`, `checkpoint.ambiguous`, `source.changed`, `zip.crc`, and the errors of
+            reading.
         JobError: `job.cancelled` if `should_stop` returns True.
     """
     started = time.monotonic()
@@ -84,6 +94,8 @@ def fingerprint_of(
     state = _State(checkpoint, weights_only=options.weights_only)
     reading = _Reading(checkpoint, state.wanted())
     reading.run(on_progress, should_stop)
+    if refuse_damaged:
+        complete_records(checkpoint, reading.records, stop_check(should_stop), every=False)
     lines = state.lines(reading)
     components = {name: component_digest(lines[name]) if lines.get(name) else None for name in COMPONENTS}
     return FingerprintReport(
@@ -309,14 +321,10 @@ class _Reading:
         self._tensors = checkpoint.shard_map.tensors
         self._kernel: CastKernel = default_kernel()
         self._digests = TensorDigests()
-        self._records = record_reads(checkpoint)
+        self.records = record_reads(checkpoint)
 
     def run(self, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None) -> None:
-        """Read everything.
-
-        Raises:
-            SourceError: `zip.crc`.
-        """
+        """Read everything."""
         total = sum(self._tensors[number].size_bytes for number in self.wanted)
         meter = ReadMeter("the fingerprint", total, on_progress=on_progress, should_stop=should_stop)
 
@@ -327,7 +335,6 @@ class _Reading:
             meter.add(done.size_bytes)
 
         run_in_order(self._batches(), self._digest_batch, take, threads=reading_threads(self._checkpoint))
-        complete_records(self._checkpoint, self._records, stop_check(should_stop), every=False)
 
     def digest(self, number: int, dtype: Dtype) -> str:
         """The digest of a tensor whose elements are stored as, or rounded to, a type."""
@@ -360,7 +367,7 @@ class _Reading:
             yield _Batch(tuple(items), size_bytes)
 
     def _digest_batch(self, batch: _Batch) -> _Digested:
-        reader = TensorReader(self._checkpoint, self._kernel, reads=self._records)
+        reader = TensorReader(self._checkpoint, self._kernel, reads=self.records)
         memory = np.empty(batch.size_bytes, dtype=np.uint8)
         reader.read(batch.items, memory)
         runs: list[BlockRun] = []
