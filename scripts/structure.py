@@ -149,13 +149,13 @@ AT_MOST = {
     # Six for targets that are never written: a package with their files (`operations.virtual.checkpoint`), torch's
     # reader of them, programs that load them by path, and their mounts; the records of those that a service serves
     # (`reshard_jobs.layouts`), and the revision of their tables.
-    # Three for digests of a state and signed statements about it (`operations.proof`).
-    # One for plans as files (`reshard.api.plan_files`), two for the steps of a run (`operations.steps`, `cli.steps`).
+    # Four for digests of a state and signed statements about it (`operations.proof`).
+    # One for plans as files (`reshard.api.plan_files`), three for the steps of a run (`operations.runs`, `cli.steps`).
     # One for the card that weights and adapters have alike (`formats.model_card`).
     # Two for the hub: its repositories as a store (`storage.hub`), and uploads by one commit (`operations.uploading`).
     # Two for the stores of az:// and gs:// (`storage.azure`, `storage.gcs`).
     # One for files that are no checkpoint (`containers.foreign`).
-    "modules": 286,
+    "modules": 287,
     # 25, and two more: the parts of ranks, and the commands of a run's directory.
     "modules with one importer, in the same package": 27,
     "files in the largest folder": 15,

@@ -27,7 +27,7 @@ from house.saves import DATA
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.reports import PrunePolicy
-from reshard_engine.operations.steps import decide
+from reshard_engine.operations.runs.pruning import decide
 
 RANK = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"

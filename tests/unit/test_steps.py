@@ -26,8 +26,9 @@ from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models.reports import PruneDecision, PrunePolicy, RunListing, RunStep
 from reshard.options import SourceSpec
-from reshard_engine.operations import steps
-from reshard_engine.operations.steps import decide, number_of
+from reshard_engine.operations.runs import pruning
+from reshard_engine.operations.runs.pruning import decide
+from reshard_engine.operations.runs.steps import number_of
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
 
@@ -515,7 +516,7 @@ def test_a_step_that_is_saved_while_prune_runs_stays(tmp_path: Path, monkeypatch
         run_of(run, 100)
         return decide(listing, policy)
 
-    monkeypatch.setattr(steps, "decide", saved_meanwhile)
+    monkeypatch.setattr(pruning, "decide", saved_meanwhile)
     assert "its files were written again meanwhile" in pruned(run, "--keep-last", "1", "--yes")
     assert there(run) == [100, 200]
 
@@ -561,13 +562,13 @@ def test_checkpoints_that_are_files_are_removed(tmp_path: Path) -> None:
 
 def test_a_removal_that_removes_nothing_is_not_reported_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_files(tmp_path, 1, 2)
-    mark = steps._mark
+    mark = pruning._mark
 
     def written_again(run: Location, name: str, going: Sequence[ObjectInfo]) -> None:
         mark(run, name, going)
         os.utime(tmp_path / name, (1e9, 1e9))
 
-    monkeypatch.setattr(steps, "_mark", written_again)
+    monkeypatch.setattr(pruning, "_mark", written_again)
     told = pruned(tmp_path, "--keep-last", "1", "--yes")
     assert "removed 0 checkpoints" in told
     assert "stays after all: step-1.ckpt: its files were written again meanwhile" in told

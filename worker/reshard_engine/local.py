@@ -52,11 +52,11 @@ from reshard_engine.formats.registry import rules_of
 from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.inspection import describe
-from reshard_engine.operations.steps import (
+from reshard_engine.operations.runs.pruning import prune
+from reshard_engine.operations.runs.steps import (
     RunDirectoryError,
     named_checkpoint,
     naming_newest,
-    prune,
     run_around,
     steps_of,
 )

@@ -14,7 +14,7 @@ from reshard_engine.formats.format import refuse_choices
 from reshard_engine.formats.model_weights import refuse_placeholders
 from reshard_engine.formats.registry import format_writing, formats, left_out, relabelled, rules_of
 from reshard_engine.formats.sources import read_weights, training_state_near
-from reshard_engine.operations.steps import named_checkpoint
+from reshard_engine.operations.runs.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger, refusal
 from reshard_engine.pickles.trees import foreign_names, foreign_paths
 from reshard_engine.storage.locations import Location, open_location, refuse_link_elsewhere

@@ -21,7 +21,7 @@ from reshard_engine.execute.gather import TensorReader
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.operations.conversion import REMOTE_THREADS
 from reshard_engine.operations.requested import refuse_unexplained
-from reshard_engine.operations.steps import named_checkpoint
+from reshard_engine.operations.runs.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location

@@ -44,7 +44,7 @@ from reshard_engine.operations.proof.statements import (
     small_file,
     tampered,
 )
-from reshard_engine.operations.steps import named_checkpoint
+from reshard_engine.operations.runs.steps import named_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.local import not_files
 from reshard_engine.storage.locations import Location, open_location

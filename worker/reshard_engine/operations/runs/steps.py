@@ -1,10 +1,7 @@
-"""The steps of a run: which are complete, which is the newest, and the removal of old ones (`reshard prune`).
+"""The steps of a run: which are complete, and which is the newest.
 
 `steps_of` is the only judge of what is complete and what is the newest: `reshard ls`, `inspect`, `prune`, `ensure` and
 the fixes of errors ask it.
-
-Whatever is not certainly an old, complete, unnamed checkpoint stays. A checkpoint stops being listed with the first
-operation of its removal, and any later call ends a removal that was interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import os
 import posixpath
 import re
 import shlex
-import shutil
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +24,13 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from reshard.choices import SEALED, EmptyWeights, OpaquePolicy
-from reshard.errors import RequestError, ReshardError, SourceError, StorageError, listed, printable
-from reshard.models.reports import PruneDecision, PrunePolicy, PruneReport, RunListing, RunStep
+from reshard.errors import RequestError, ReshardError, SourceError, listed, printable
+from reshard.models.reports import RunListing, RunStep
 from reshard.options import SourceSpec
 from reshard.wire_model import WireModel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.model_weights import refuse_placeholders
-from reshard_engine.formats.registry import known_files
 from reshard_engine.formats.sources import (
     Found,
     find_checkpoint,
@@ -45,15 +40,13 @@ from reshard_engine.formats.sources import (
     nothing_at,
     pointers_in,
     read_checkpoint,
-    read_weights,
     refuse_unfinished,
     state_here,
 )
 from reshard_engine.formats.trainer_files import STATE_LIMIT_BYTES, TRAINER_STATE, best_checkpoint_in, best_of_callbacks
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.storage.local_writes import sync_directory, unlink, write_file, writing
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import Listing, ObjectInfo, ObjectStore, join, parent_and_name, read_bytes
+from reshard_engine.storage.protocol import Listing, ObjectInfo, join, parent_and_name, read_bytes
 from reshard_engine.storage.urls import has_plain_segments
 
 _MOST_ENTRIES = 10_000
@@ -63,15 +56,9 @@ _REMOVING = ".reshard-removing-"
 """Begins the name of a local directory that is being removed, and of the object that says so of a prefix."""
 _CONVERTING = re.compile(r"\.(.+)\.reshard-(?:claim|old|[0-9a-f]{16}(?:\.\w+)?)")
 """Claims, journals and staging directories of conversions, beside their target."""
-_STEP_WORD = re.compile(r"\D*(?:step|iter|epoch|ckpt|checkpoint)\D*\d+", re.IGNORECASE)
+STEP_WORD = re.compile(r"\D*(?:step|iter|epoch|ckpt|checkpoint)\D*\d+", re.IGNORECASE)
 _NUMBER = re.compile(r"\d{1,18}")
 _MOST_MARK_BYTES = 256 << 20
-_WRITTEN_AGAIN = "its files were written again meanwhile"
-_MOST_NAME_BYTES, _MOST_KEY_BYTES = 255 - len(".new"), 1024
-"""Longest name of a mark in a local directory (ext4, XFS and others), and its longest key in an object store (S3,
-Google Cloud Storage, Azure)."""
-_WEIGHTS = (".safetensors", ".bin", ".index.json")
-"""Ends of names of files that a training state may be read from, and that are weights of their own as well."""
 _NOT_ONE_CHECKPOINT = frozenset({"source.unknown_kind", "source.not_found"})
 _NAMED_IN_A_FIX = 32
 """For the fix of an error, so many entries of a run are judged: those with the highest numbers."""
@@ -81,7 +68,7 @@ _OF_A_CHOICE = ("checkpoint.ambiguous", "checkpoint.unexplained", "rules.", "sou
 """Errors that another checkpoint of the same run would raise as well."""
 
 
-class _Mark(WireModel):
+class RemovalMark(WireModel):
     """The record beside a checkpoint of the files that are removed of it."""
 
     first: int
@@ -92,7 +79,7 @@ class _Mark(WireModel):
 
 
 @dataclass(frozen=True)
-class _Surroundings:
+class Surroundings:
     """The facts of a run's directory about its entries; they are read anew before each removal."""
 
     run: Location
@@ -100,14 +87,14 @@ class _Surroundings:
     named: Mapping[str, Sequence[str]]
     """The pointers, trackers and links by the entry that they name."""
     converting: frozenset[str]
-    removing: Mapping[str, _Removal]
+    removing: Mapping[str, Removal]
     """The removals that have marks, by checkpoint."""
     foreign_marks: frozenset[str]
     """Names that begin as marks of removals do, and that `prune` does not write."""
     links: frozenset[str]
 
     @classmethod
-    def of(cls, run: Location) -> _Surroundings:
+    def of(cls, run: Location) -> Surroundings:
         """Read the directory, its pointers and its trackers."""
         listing = run.store.list_directory(run.path)
         names = {*listing.by_name, *listing.directories}
@@ -141,7 +128,7 @@ class _Surroundings:
     @property
     def hidden(self) -> frozenset[str]:
         """The checkpoints that lack files because their removal was interrupted."""
-        return frozenset(name for name, removal in self.removing.items() if removal is _Removal.UNDER_WAY)
+        return frozenset(name for name, removal in self.removing.items() if removal is Removal.UNDER_WAY)
 
     def protects(self, name: str) -> str:
         """Why an entry may not be removed, whatever the policy says; empty if it may."""
@@ -149,12 +136,12 @@ class _Surroundings:
             return f"named by {', '.join(found)}"
         if name.partition("/")[0] in self.converting:
             return "a conversion into it has not ended, or has left files: reshard clean"
-        if _behind_link(self.run, join(self.run.path, name)):
+        if behind_link(self.run, join(self.run.path, name)):
             return "a part of its path is a link: its files may belong to another run"
         return ""
 
 
-def _behind_link(run: Location, path: str) -> bool:
+def behind_link(run: Location, path: str) -> bool:
     """True if a local path below a run is a link, or leads through one: what it names may lie outside the run."""
     if run.store.scheme != "file" or path == run.path:
         return False
@@ -204,11 +191,11 @@ def steps_of(run: Location, *, most: int | None = None) -> RunListing:
         SourceError: `source.not_found`; and what is wrong with a pointer of the run.
         RequestError: `request.invalid`: the directory is a checkpoint, or has too many entries.
     """
-    return _listed(run, _Surroundings.of(run), most)[0]
+    return listed_with_files(run, Surroundings.of(run), most)[0]
 
 
-def _listed(
-    run: Location, around: _Surroundings, most: int | None = None
+def listed_with_files(
+    run: Location, around: Surroundings, most: int | None = None
 ) -> tuple[RunListing, Mapping[str, ObjectInfo]]:
     """The checkpoints of a run, and the files of the run by their relative paths."""
     listing = around.listing
@@ -218,7 +205,7 @@ def _listed(
     if most is not None:
         candidates = sorted(candidates, key=lambda name: (-1 if (n := number_of(name)) is None else n, name))[-most:]
     local = run.store.scheme == "file"
-    below = _files_below(run, candidates) if local else run.files()
+    below = files_below(run, candidates) if local else run.files()
     # A directory that is no checkpoint may hold links to checkpoints as well.
     links = _links_between(run, {*candidates, *listing.directories}) if local else {}
     sizes = _sizes(below, candidates)
@@ -251,7 +238,7 @@ def _newest(steps: Iterable[RunStep]) -> str | None:
     return max(states, key=lambda s: (s.step, number_of(s.name) == s.step, s.name)).name if states else None
 
 
-def _candidates(run: Location, around: _Surroundings) -> list[str]:
+def _candidates(run: Location, around: Surroundings) -> list[str]:
     """The entries of a run that may be checkpoints, among them what pointers name deeper below."""
     listing = around.listing
     here = state_here(run, listing)
@@ -276,7 +263,7 @@ def _candidates(run: Location, around: _Surroundings) -> list[str]:
     return sorted(dict.fromkeys([*names, *deep]))
 
 
-def _files_below(run: Location, names: Iterable[str]) -> dict[str, ObjectInfo]:
+def files_below(run: Location, names: Iterable[str]) -> dict[str, ObjectInfo]:
     """The files of the entries of a local run, by their paths relative to it.
 
     Links to directories are not followed: one may lead to a data set, or to the root of a file system.
@@ -334,7 +321,7 @@ class _Contents:
 
 def _step(
     run: Location,
-    around: _Surroundings,
+    around: Surroundings,
     contents: _Contents,
     name: str,
 ) -> RunStep | None:
@@ -381,8 +368,8 @@ def _is_run(place: Location, name: str, found: Found) -> bool:
     """
     number, last = number_of(name), parent_and_name(name)[1]
     inside = place.store.list_directory(place.path).directories
-    tags = [d for d in (*inside, found.tag or "") if _STEP_WORD.fullmatch(d)]
-    return any(number_of(tag) != number for tag in tags) or (found.tag is not None and not _STEP_WORD.fullmatch(last))
+    tags = [d for d in (*inside, found.tag or "") if STEP_WORD.fullmatch(d)]
+    return any(number_of(tag) != number for tag in tags) or (found.tag is not None and not STEP_WORD.fullmatch(last))
 
 
 def number_of(name: str) -> int | None:
@@ -397,7 +384,7 @@ def _with_steps(steps: Sequence[RunStep]) -> list[RunStep]:
     if any(number is not None and number != step for step, number in both):
         return list(steps)
     return [
-        s.model_copy(update={"step": number_of(s.name)}) if s.step is None and _STEP_WORD.fullmatch(s.name) else s
+        s.model_copy(update={"step": number_of(s.name)}) if s.step is None and STEP_WORD.fullmatch(s.name) else s
         for s in steps
     ]
 
@@ -486,7 +473,7 @@ def _runs_around(place: Location, tag: str | None) -> Iterator[tuple[Location, s
         above, here = parent_and_name(run.path)
         # A Trainer's `checkpoint-100` contains the directory of the tag `global_step100`: the run is above both.
         of_tag = run is place or number_of(here) == number_of(name)
-        if not (_STEP_WORD.fullmatch(here) and of_tag) or above in ("", run.path):
+        if not (STEP_WORD.fullmatch(here) and of_tag) or above in ("", run.path):
             return
         run, name = Location(run.store, above, parent_and_name(run.url)[0]), here
 
@@ -547,229 +534,20 @@ def _newer(listing: RunListing, name: str) -> str:
         for s in listing.steps
         if not s.complete and _place_in_list(s) > at
     ]
-    others = [n for n in listing.others if _STEP_WORD.fullmatch(n) and (number_of(n) or 0) > at[0]]
+    others = [n for n in listing.others if STEP_WORD.fullmatch(n) and (number_of(n) or 0) > at[0]]
     broken += [f"{printable(n)}: no checkpoint" for n in others]
     return f" (not complete: {'; '.join(broken[:3])})" if broken else ""
 
 
-# Deciding.
+# Marks of removals.
 
 
-def decide(listing: RunListing, policy: PrunePolicy) -> list[PruneDecision]:
-    """Decide which checkpoints of a run a policy keeps, and why; it is pure.
-
-    Kept whatever the policy says: what is named by a pointer, is in use, is not complete, has no step, or has a name
-    that is not of a step, such as `best`; and the best checkpoint that the Trainer or Lightning recorded in a step that
-    is kept, which training from that step loads at its end (`load_best_model_at_end`, `ckpt_path="best"`).
-    """
-    # Newer weights alone do not cost a run the last states that it can resume from.
-    last = {step for states in (False, True) for step in _complete_steps(listing, states=states)[: policy.keep_last]}
-    reasons = {s.name: _kept_for(s, policy, last) for s in listing.steps}
-    bests = {s.name: s.best for s in listing.steps}
-    kept = [name for name, reason in reasons.items() if reason]
-    while kept:
-        name = kept.pop()
-        for best in bests[name]:
-            if reasons.get(best) == "":
-                reasons[best] = f"the best checkpoint of {name}, by its record"
-                kept.append(best)
-    return [
-        PruneDecision(name=s.name, step=s.step, files=s.files, size_bytes=s.size_bytes, kept_for=reasons[s.name])
-        for s in listing.steps
-    ]
-
-
-def _complete_steps(listing: RunListing, *, states: bool) -> list[int]:
-    """The steps of complete checkpoints, the newest first: of all, or of those with the state of a training."""
-    known = {s.step for s in listing.steps if s.complete and s.step is not None and (s.of_training or not states)}
-    return sorted(known, reverse=True)
-
-
-def _kept_for(step: RunStep, policy: PrunePolicy, last: Collection[int]) -> str:
-    if step.named_by:
-        return f"named by {', '.join(step.named_by)}"
-    if step.in_use:
-        return "a conversion into it has not ended, or has left files: reshard clean"
-    if not step.complete:
-        return f"not complete: {step.code}"
-    if step.step is None:
-        return "its step is not known"
-    if number_of(step.name) != step.step and not _STEP_WORD.fullmatch(parent_and_name(step.name)[1]):
-        return "its name says no step: somebody named it"
-    if step.step in last:
-        return f"one of the last {policy.keep_last}"
-    if policy.keep_sealed and step.sealed:
-        return "sealed"
-    if policy.keep_every is not None and step.step % policy.keep_every == 0:
-        return f"a multiple of {policy.keep_every}"
-    return ""
-
-
-# What a checkpoint leaves if only its weights are kept.
-
-
-def _state_files(run: Location, name: str) -> tuple[list[ObjectInfo], str]:
-    """The files of a checkpoint that its weights do not need, or why none can go.
-
-    They can go if the step holds weights in files of their own, as a Trainer saves them, and if what is left is read as
-    weights with every parameter of the training state.
-    """
-    place, ledger = run.child(*name.split("/")), OpaqueLedger(OpaquePolicy.KEEP)
-    found = find_checkpoint(place, None)
-    if not found.format.of_training:
-        return [], "it holds weights alone"
-    state = read_checkpoint(place, None, ledger)
-    below = {i.path: i for f in state.files for i in f.objects if i.path.startswith(f"{place.path}/")}
-    listing = place.store.list_directory(place.path)
-    inner = (found.tag or "").partition("/")[0]
-    if inner:
-        below |= {i.path: i for i in place.store.list_tree(join(place.path, inner))}
-        below |= {i.path: i for name, i in listing.by_name.items() if name in known_files().pointers}
-    weights = _weights_without(place, listing, below, inner)
-    needed = set[str]() if weights is None else {i.path for f in weights.files for i in f.objects}
-    lost = {p.fqn for p in state.parameters} - ({p.fqn for p in weights.parameters} if weights is not None else set())
-    lost -= set() if weights is None else weights.shared.keys()
-    if weights is None or lost:
-        return [], (
-            f"its weights are in no files of their own ({len(lost):,} of {len(state.parameters):,} parameters would be "
-            f"lost): reshard convert {printable(place.url)} DST --to safetensors writes some"
-        )
-    going = [info for path, info in below.items() if path not in needed]
-    if any(_behind_link(run, os.path.dirname(info.path)) for info in going):
-        return [], "files of its training state are in a linked directory, which may belong to another run"
-    return going, "" if going else "it holds weights alone"
-
-
-def _weights_without(place: Location, listing: Listing, going: Collection[str], inner: str) -> Checkpoint | None:
-    """The weights in a directory, read as if the files of the training state were gone already."""
-    left = Listing(
-        tuple(i for i in listing.files if i.path not in going or i.path.endswith(_WEIGHTS)),
-        tuple(d for d in listing.directories if d != inner),
-    )
-    try:
-        return read_weights(place, left, OpaqueLedger(OpaquePolicy.KEEP))
-    except SourceError:
-        return None
-
-
-# Removing.
-
-
-def prune(run: Location, policy: PrunePolicy, *, only: Collection[str] | None) -> PruneReport:
-    """Decide what goes, and remove it if `only` says so.
-
-    Args:
-        run: The directory of the run.
-        policy: What is kept.
-        only: The names that may be removed, as a caller has seen and confirmed them; None removes nothing.
-
-    Raises:
-        RequestError: `request.unknown_scheme` for storage that is only read.
-        StorageError: A removal failed; it is ended by the next call.
-    """
-    if run.store.scheme != "file" and not isinstance(run.store, ObjectStore):
-        raise RequestError(
-            "request.unknown_scheme",
-            f"nothing can be removed from {printable(run.url)}: reshard only reads there",
-            fix="remove the steps with the tools of the store; `reshard ls` lists them",
-        )
-    around = _Surroundings.of(run)
-    listing, files = _listed(run, around)
-    decisions = [_of_markable(run, _of_removal(found, around.removing)) for found in decide(listing, policy)]
-    parts: dict[str, list[ObjectInfo]] = {}
-    if policy.weights_only:
-        decisions = [_of_weights(run, found, parts) for found in decisions]
-    finished = list(listing.removing)
-    if only is not None:
-        finished = [name for name in finished if _ended(run, name, around.removing[name])]
-        decisions = [_removed(run, d, parts.get(d.name), files) if d.name in only else d for d in decisions]
-    return PruneReport(
-        url=run.url,
-        removed=only is not None,
-        weights_only=policy.weights_only,
-        decisions=tuple(decisions),
-        finished=tuple(finished),
-        others=listing.others,
-    )
-
-
-def _of_weights(run: Location, found: PruneDecision, parts: dict[str, list[ObjectInfo]]) -> PruneDecision:
-    """The decision for a checkpoint of which only the training state goes; its files are noted in `parts`."""
-    if found.kept_for:
-        return found
-    going, why = _state_files(run, found.name)
-    parts[found.name] = going
-    facts = {"files": len(going), "size_bytes": sum(i.size_bytes for i in going)} if going else {}
-    return found.model_copy(update={**facts, "kept_for": why})
-
-
-def _of_markable(run: Location, found: PruneDecision) -> PruneDecision:
-    """The decision for a checkpoint, which stays if a store takes no mark of that length.
-
-    Decided before the first removal, it does not end the command between two removals.
-    """
-    mark = os.fsencode(_mark_of(run, found.name))
-    local = run.store.scheme == "file"
-    long = len(mark.rpartition(b"/")[2]) > _MOST_NAME_BYTES if local else len(mark.partition(b"/")[2]) > _MOST_KEY_BYTES
-    return found.model_copy(update={"kept_for": "its name is too long"}) if long and not found.kept_for else found
-
-
-def _of_removal(found: PruneDecision, removing: Mapping[str, _Removal]) -> PruneDecision:
-    """The decision for a checkpoint, which stays if it was written again since its removal began."""
-    again = removing.get(found.name) is _Removal.WRITTEN_AGAIN and not found.kept_for
-    return found.model_copy(update={"kept_for": "it was written again since its removal began"}) if again else found
-
-
-def _removed(
-    run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | None, files: Mapping[str, ObjectInfo]
-) -> PruneDecision:
-    """Remove a checkpoint or a part of it, unless something names or writes it by now.
-
-    Args:
-        run: The directory of the run.
-        found: The decision.
-        parts: The files that go; None for all.
-        files: The files of the run, by relative path, when the checkpoint was judged.
-    """
-    why = found.kept_for or _Surroundings.of(run).protects(found.name)
-    if not why and _facts(_files_of(run, found.name), found.name) != _facts(files, found.name):
-        why = _WRITTEN_AGAIN
-    if not why and parts is None and run.store.scheme == "file" and os.path.isdir(join(run.path, found.name)):
-        _remove_directory(run, found.name)
-    elif not why:
-        going = parts if parts is not None else _objects(run.child(*found.name.split("/")))
-        unclear = [i.path for i in going if not _is_clear(run, i.path)]
-        if unclear:
-            why = f"a segment of a name in it is empty, `.` or `..`: {printable(unclear[0])}"
-        else:
-            _mark(run, found.name, going)
-            if not _end_removal(run, found.name) and going:
-                why = _WRITTEN_AGAIN
-    return found.model_copy(update={"kept_for": why})
-
-
-def _facts(files: Mapping[str, ObjectInfo], name: str) -> dict[str, tuple[str, float | None]]:
-    """Pin and time of each file of an entry."""
-    return {path: (i.pin, i.modified_at) for path, i in files.items() if f"{path}/".startswith(f"{name}/")}
-
-
-def _files_of(run: Location, name: str) -> dict[str, ObjectInfo]:
-    """The files of an entry now, as `_listed` lists those of the run."""
-    if run.store.scheme == "file":
-        return _files_below(run, [name])
-    return {i.path[len(run.path) + 1 :]: i for i in _objects(run.child(*name.split("/")))}
-
-
-def _is_clear(run: Location, path: str) -> bool:
-    """True if no program resolves the path of an object of a run to another object. A placeholder ends with a slash."""
-    return has_plain_segments(path[len(run.path) + 1 :].removesuffix("/"))
-
-
-def _mark_of(run: Location, name: str) -> str:
+def mark_of(run: Location, name: str) -> str:
+    """The path of the mark of a checkpoint's removal."""
     return join(run.path, _REMOVING + quote(name, safe="", errors="surrogateescape"))
 
 
-class _Removal(Enum):
+class Removal(Enum):
     """How far the removal of a checkpoint has come that has a mark."""
 
     NOT_BEGUN = "not begun"
@@ -779,149 +557,42 @@ class _Removal(Enum):
     """All of its files are there, and not all of them as the mark records them."""
 
 
-def _removal_in(run: Location, mark: str) -> tuple[str, _Removal] | None:
+def _removal_in(run: Location, mark: str) -> tuple[str, Removal] | None:
     """The checkpoint whose removal a mark records, and how far it has come; None for a mark that no `prune` writes.
 
     Whoever can write into a run could otherwise have files removed with a mark that no policy lets go.
     """
     name = unquote(mark.removeprefix(_REMOVING), errors="surrogateescape")
     path, place = join(run.path, mark), join(run.path, name)
-    known = has_plain_segments(name) and "/" not in name and not name.startswith(".") and _mark_of(run, name) == path
-    if not known or _behind_link(run, place):
+    known = has_plain_segments(name) and "/" not in name and not name.startswith(".") and mark_of(run, name) == path
+    if not known or behind_link(run, place):
         return None
     if run.store.scheme == "file" and os.path.isdir(path) and not os.path.islink(path):
         # A local checkpoint is renamed to its mark as a whole.
-        return name, _Removal.WRITTEN_AGAIN if os.path.lexists(place) else _Removal.UNDER_WAY
-    record = _recorded(run, path)
+        return name, Removal.WRITTEN_AGAIN if os.path.lexists(place) else Removal.UNDER_WAY
+    record = recorded_mark(run, path)
     if record is None or any(not file.startswith(f"{name}/") and file != name for file, _, _ in record.files):
         return None
-    objects = {i.path: (i.pin, i.modified_at) for i in _objects(run.child(name))}
+    objects = {i.path: (i.pin, i.modified_at) for i in objects_of(run.child(name))}
     marked = {join(run.path, file): (pin, modified_at) for file, pin, modified_at in record.files}
     if not marked.keys() <= objects.keys():
-        return name, _Removal.UNDER_WAY
+        return name, Removal.UNDER_WAY
     same = all(objects[file] == facts for file, facts in marked.items())
-    return name, _Removal.NOT_BEGUN if same else _Removal.WRITTEN_AGAIN
+    return name, Removal.NOT_BEGUN if same else Removal.WRITTEN_AGAIN
 
 
-def _objects(place: Location) -> list[ObjectInfo]:
+def objects_of(place: Location) -> list[ObjectInfo]:
     """Every file of a checkpoint, which may be one file itself."""
     own = place.store.stat(place.path)
     return place.store.list_tree(place.path) if own is None else [own]
 
 
-def _remove_directory(run: Location, name: str) -> None:
-    """Rename a local checkpoint to a hidden name of the run, in one step, then remove that."""
-    aside = _mark_of(run, name)
-    with writing(aside):
-        _delete_local(aside)
-        os.rename(join(run.path, name), aside)
-        sync_directory(run.path)
-        _delete_local(aside)
-
-
-def _delete_local(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        unlink(path)
-
-
-def _mark(run: Location, name: str, going: Sequence[ObjectInfo]) -> None:
-    """Say beside the checkpoint which of its files go: those first without which no loader begins."""
-    known = known_files()
-    turns = {i.path: 0 if i.path.endswith(known.pointers) else 1 if known.needs(i.path) else 2 for i in going}
-    ordered = sorted(going, key=lambda info: turns[info.path])
-    first = sum(turn < 2 for turn in turns.values())
-    record = _Mark(
-        first=first,
-        files=tuple((i.path[len(run.path) + 1 :], i.pin, i.modified_at) for i in ordered),
-    )
-    # `model_dump_json` rejects names that are not UTF-8; `json` escapes them.
-    text = json.dumps(record.model_dump()).encode()
-    mark = _mark_of(run, name)
-    if isinstance(run.store, ObjectStore):
-        run.store.put(mark, text, metadata={}, if_absent=False)
-        return
-    with writing(mark):
-        write_file(f"{mark}.new", text)
-        os.replace(f"{mark}.new", mark)
-        sync_directory(run.path)
-
-
-def _ended(run: Location, name: str, removal: _Removal) -> bool:
-    """True if a removal that an earlier call began has ended now. A mark that the store rejects does not stop others.
-
-    A removal that removed nothing yet, or whose files were written again, ends with its mark: the policy decides anew.
-
-    Raises:
-        StorageError: The store cannot be reached, or denies the removal.
-    """
-    mark = _mark_of(run, name)
-    renamed = run.store.scheme == "file" and os.path.isdir(mark)
-    try:
-        if removal is _Removal.UNDER_WAY or renamed:
-            return _end_removal(run, name) is not None
-        if isinstance(run.store, ObjectStore):
-            run.store.delete([mark])
-        else:
-            with writing(mark):
-                unlink(mark)
-        return True
-    except (SourceError, StorageError) as error:
-        if isinstance(error, StorageError) and error.code != "storage.protocol":
-            raise
-        return False
-
-
-def _end_removal(run: Location, name: str) -> int | None:
-    """End a removal that was begun; returns how many files or directories it removed, None if it may not end.
-
-    A file that was written again since then is another file, and stays, also if it has the same bytes.
-    """
-    mark = _mark_of(run, name)
-    if run.store.scheme == "file" and os.path.isdir(mark):
-        with writing(mark):
-            _delete_local(mark)
-        return 1
-    record = _recorded(run, mark)
-    if record is None or _Surroundings.of(run).protects(name):
-        return None
-    first = {join(run.path, path) for path, _, _ in record.files[: record.first]}
-    doomed = _unchanged(run, name, record)
-    if isinstance(run.store, ObjectStore):
-        run.store.delete([path for path in doomed if path in first])
-        run.store.delete([path for path in doomed if path not in first], in_order=False)
-        run.store.delete([mark])
-        return len(doomed)
-    with writing(mark):
-        for path in doomed:
-            unlink(path)
-        for directory in sorted({os.path.dirname(path) for path in doomed}, key=len, reverse=True):
-            with suppress(OSError):  # another file lies there
-                os.rmdir(directory)
-        unlink(mark)
-    return len(doomed)
-
-
-def _recorded(run: Location, mark: str) -> _Mark | None:
+def recorded_mark(run: Location, mark: str) -> RemovalMark | None:
     """The record in a mark; None if the mark is gone, or is not a record that `prune` writes."""
     info = run.store.stat(mark)
     if info is None or info.size_bytes > _MOST_MARK_BYTES:
         return None
     try:
-        return _Mark.model_validate(json.loads(read_bytes(run.store, info)))
+        return RemovalMark.model_validate(json.loads(read_bytes(run.store, info)))
     except (ValueError, RecursionError):
         return None
-
-
-def _unchanged(run: Location, name: str, record: _Mark) -> list[str]:
-    """The paths of the files in a mark that are still the marked files, in the order of the mark."""
-    objects = {i.path: (i.pin, i.modified_at) for i in _objects(run.child(*name.split("/")))}
-    marked = [(join(run.path, path), pin, modified_at) for path, pin, modified_at in record.files]
-    return [
-        path
-        for path, pin, modified_at in marked
-        if objects.get(path) == (pin, modified_at)
-        and _is_clear(run, path)
-        and not _behind_link(run, os.path.dirname(path))
-    ]
