@@ -21,7 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from reshard.choices import CARD_TARGETS, JobKind, JobState, TargetFormat, VerifyLevel
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, counted, printable
 from reshard.installed_formats import OfInstalledFormats, default_options, option_fields, target_names
 from reshard.option import option_of
 from reshard.options import (
@@ -368,10 +368,9 @@ class SourceCheck(WireModel):
             (other, f"{_percent(other, self.read_bytes)} of the bytes, which have no CRC-32"),
         )
         left = ", ".join(text for number, text in notes if number)
-        what = (
-            f"{self.matching:,} of {self.records:,} records were compared with their CRC-32 ({share} of the bytes read)"
-        )
-        what += ": all match" if self.matching else ""
+        verb = "was" if self.matching == 1 else "were"
+        what = f"{self.matching:,} of {counted(self.records, 'record')} {verb} compared with the CRC-32 in the archive"
+        what += f" ({share} of the bytes read)" + (": all match" if self.matching else "")
         return f"source: {what}" + (f"; not checked: {left}" if left else "")
 
 
