@@ -140,6 +140,8 @@ def files_by_default(source: Path, **options: Any) -> set[str]:
 
 STATE_DICT = {".metadata", "__0_0.distcp"}
 TWO = {"pytorch_model_fsdp_0", "optimizer_0"}
+TRAINER = {*TWO, "scheduler.pt", "trainer_state.json"}
+"""The Trainer loads no optimizer without a scheduler, so a state of one is made."""
 
 
 @pytest.mark.parametrize(
@@ -154,12 +156,12 @@ TWO = {"pytorch_model_fsdp_0", "optimizer_0"}
         ({"to": "dcp", "framework": "torchtitan"}, STATE_DICT),
         ({"to": "dcp", "framework": "lightning"}, {*STATE_DICT, "meta.pt"}),
         ({"to": "dcp", "framework": "accelerate"}, TWO),
-        ({"to": "dcp", "framework": "trainer"}, {*TWO, "trainer_state.json"}),
+        ({"to": "dcp", "framework": "trainer"}, TRAINER),
         ({"to": "torch_save", "framework": "accelerate"}, TWO),
-        ({"to": "torch_save", "framework": "trainer"}, {*TWO, "trainer_state.json"}),
+        ({"to": "torch_save", "framework": "trainer"}, TRAINER),
         (
             {"to": "torch_save", "framework": "trainer", "torch_file": "optimizer.pt"},
-            {*TWO, "trainer_state.json"},
+            TRAINER,
         ),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
@@ -196,7 +198,7 @@ def test_a_checkpoint_of_lightning_stays_lightnings(tmp_path: Path) -> None:
     ("name", "value", "expected"),
     [
         ("random_states_0.pkl", {"random_state": 1, "step": 2}, {*TWO, "random_states_0.pkl"}),
-        ("rng_state.pth", {"python": 1}, {*TWO, "rng_state.pth", "trainer_state.json"}),
+        ("rng_state.pth", {"python": 1}, {*TRAINER, "rng_state.pth"}),
         ("meta.pt", {"epoch": 1, "global_step": 3}, {*STATE_DICT, "meta.pt"}),
     ],
 )
