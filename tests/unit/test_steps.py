@@ -575,6 +575,28 @@ def test_a_removal_that_removes_nothing_is_not_reported_as_one(tmp_path: Path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.ckpt", "step-2.ckpt"]
 
 
+@pytest.mark.parametrize("words", [("ls",), ("prune", "--keep-last", "1"), ("inspect",)], ids=" ".join)
+def test_a_link_beside_the_checkpoints_is_not_walked(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path / "run", 100, 200)
+    (tmp_path / "data" / "set").mkdir(parents=True)
+    (run / "data").symlink_to(tmp_path / "data")
+    entered: list[str] = []
+    walk = os.walk
+
+    def watched(top: str, *args: Any, **kwargs: Any) -> Any:
+        for found in walk(top, *args, **kwargs):
+            entered.append(os.path.realpath(found[0]))
+            yield found
+
+    monkeypatch.setattr(os, "walk", watched)
+    code, _, err = command(words[0], str(run), *words[1:])
+    assert code == 0, err
+    assert str(run / "checkpoint-200") in entered
+    assert [place for place in entered if not place.startswith(str(run))] == []
+
+
 def test_a_link_out_of_a_run_is_not_walked(tmp_path: Path) -> None:
     """Links to a data set, and even to the root, are common in the directories of runs."""
     run = run_of(tmp_path / "run", 100, 200)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
@@ -17,11 +18,7 @@ from reshard.errors import RequestError, SourceError, StorageError, printable
 from reshard.models.reports import PruneDecision, PrunePolicy, PruneReport, RunListing, RunStep
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import known_files
-from reshard_engine.formats.sources import (
-    find_checkpoint,
-    read_checkpoint,
-    read_weights,
-)
+from reshard_engine.formats.sources import find_checkpoint, read_checkpoint, read_weights
 from reshard_engine.operations.runs.steps import (
     STEP_WORD,
     Removal,
@@ -33,6 +30,7 @@ from reshard_engine.operations.runs.steps import (
     mark_of,
     number_of,
     objects_of,
+    pins_of,
     recorded_mark,
 )
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -179,7 +177,10 @@ def prune(run: Location, policy: PrunePolicy, *, only: Collection[str] | None) -
     finished = list(listing.removing)
     if only is not None:
         finished = [name for name in finished if _ended(run, name, around.removing[name])]
-        decisions = [_removed(run, d, parts.get(d.name), files) if d.name in only else d for d in decisions]
+        judged = defaultdict[str, list[ObjectInfo]](list)
+        for path, info in files.items():
+            judged[path.partition("/")[0]].append(info)
+        decisions = [_removed(run, d, parts.get(d.name), judged[d.name]) if d.name in only else d for d in decisions]
     return PruneReport(
         url=run.url,
         removed=only is not None,
@@ -218,7 +219,7 @@ def _of_removal(found: PruneDecision, removing: Mapping[str, Removal]) -> PruneD
 
 
 def _removed(
-    run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | None, files: Mapping[str, ObjectInfo]
+    run: Location, found: PruneDecision, parts: Sequence[ObjectInfo] | None, judged: Sequence[ObjectInfo]
 ) -> PruneDecision:
     """Remove a checkpoint or a part of it, unless something names or writes it by now.
 
@@ -226,15 +227,16 @@ def _removed(
         run: The directory of the run.
         found: The decision.
         parts: The files that go; None for all.
-        files: The files of the run, by relative path, when the checkpoint was judged.
+        judged: The files of the checkpoint when it was judged.
     """
     why = found.kept_for or Surroundings.of(run).protects(found.name)
-    if not why and _facts(_files_of(run, found.name), found.name) != _facts(files, found.name):
+    present = [] if why else _files_of(run, found.name)
+    if not why and pins_of(present) != pins_of(judged):
         why = _WRITTEN_AGAIN
     if not why and parts is None and run.store.scheme == "file" and os.path.isdir(join(run.path, found.name)):
         _remove_directory(run, found.name)
     elif not why:
-        going = parts if parts is not None else objects_of(run.child(*found.name.split("/")))
+        going = present if parts is None else parts
         unclear = [i.path for i in going if not _is_clear(run, i.path)]
         if unclear:
             why = f"a segment of a name in it is empty, `.` or `..`: {printable(unclear[0])}"
@@ -245,16 +247,11 @@ def _removed(
     return found.model_copy(update={"kept_for": why})
 
 
-def _facts(files: Mapping[str, ObjectInfo], name: str) -> dict[str, tuple[str, float | None]]:
-    """Pin and time of each file of an entry."""
-    return {path: (i.pin, i.modified_at) for path, i in files.items() if f"{path}/".startswith(f"{name}/")}
-
-
-def _files_of(run: Location, name: str) -> dict[str, ObjectInfo]:
+def _files_of(run: Location, name: str) -> list[ObjectInfo]:
     """The files of an entry now, as `listed_with_files` lists those of the run."""
     if run.store.scheme == "file":
-        return files_below(run, [name])
-    return {i.path[len(run.path) + 1 :]: i for i in objects_of(run.child(*name.split("/")))}
+        return [*files_below(run, [name])[0].values()]
+    return objects_of(run.child(*name.split("/")))
 
 
 def _is_clear(run: Location, path: str) -> bool:
@@ -358,7 +355,7 @@ def _end_removal(run: Location, name: str) -> int | None:
 
 def _unchanged(run: Location, name: str, record: RemovalMark) -> list[str]:
     """The paths of the files in a mark that are still the marked files, in the order of the mark."""
-    objects = {i.path: (i.pin, i.modified_at) for i in objects_of(run.child(*name.split("/")))}
+    objects = pins_of(objects_of(run.child(*name.split("/"))))
     marked = [(join(run.path, path), pin, modified_at) for path, pin, modified_at in record.files]
     return [
         path

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from traceback import clear_frames
 from typing import Any
 from urllib.parse import quote, unquote
@@ -87,10 +87,6 @@ class Surroundings:
     named: Mapping[str, Sequence[str]]
     """The pointers, trackers and links by the entry that they name."""
     converting: frozenset[str]
-    removing: Mapping[str, Removal]
-    """The removals that have marks, by checkpoint."""
-    foreign_marks: frozenset[str]
-    """Names that begin as marks of removals do, and that `prune` does not write."""
     links: frozenset[str]
 
     @classmethod
@@ -108,14 +104,11 @@ class Surroundings:
         for link in sorted(links):
             place = os.path.relpath(os.path.realpath(join(run.path, link)), os.path.realpath(run.path))
             named[place].append(f"link {link}")
-        marks = {n: _removal_in(run, n) for n in names if n.startswith(_REMOVING)}
         return cls(
             run,
             listing,
             named,
             frozenset(m[1] for n in names if (m := _CONVERTING.fullmatch(n)) is not None),
-            dict(removal for removal in marks.values() if removal is not None),
-            frozenset(mark for mark, removal in marks.items() if removal is None),
             links,
         )
 
@@ -124,6 +117,22 @@ class Surroundings:
         return tuple(
             p for path, found in self.named.items() if path == name or path.startswith(f"{name}/") for p in found
         )
+
+    @cached_property
+    def _marks(self) -> Mapping[str, tuple[str, Removal] | None]:
+        # Each takes a read and a listing, which a removal that asks what is protected need not wait for.
+        names = (*self.listing.by_name, *self.listing.directories)
+        return {name: _removal_in(self.run, name) for name in names if name.startswith(_REMOVING)}
+
+    @property
+    def removing(self) -> Mapping[str, Removal]:
+        """The removals that have marks, by checkpoint."""
+        return dict(removal for removal in self._marks.values() if removal is not None)
+
+    @property
+    def foreign_marks(self) -> list[str]:
+        """Names that begin as marks of removals do, and that `prune` does not write."""
+        return sorted(name for name, removal in self._marks.items() if removal is None)
 
     @property
     def hidden(self) -> frozenset[str]:
@@ -205,9 +214,7 @@ def listed_with_files(
     if most is not None:
         candidates = sorted(candidates, key=lambda name: (-1 if (n := number_of(name)) is None else n, name))[-most:]
     local = run.store.scheme == "file"
-    below = files_below(run, candidates) if local else run.files()
-    # A directory that is no checkpoint may hold links to checkpoints as well.
-    links = _links_between(run, {*candidates, *listing.directories}) if local else {}
+    below, links = files_below(run, candidates) if local else (run.files(), {})
     sizes = _sizes(below, candidates)
     # SeaweedFS 4 lists a prefix for a while after its last object is gone.
     names = [name for name, (files, _) in sizes.items() if files or local]
@@ -215,7 +222,7 @@ def listed_with_files(
     with ThreadPoolExecutor(at_once) as pool:
         found = list(pool.map(partial(_step, run, around, _Contents(below, sizes, links)), names))
     steps = _with_steps([step for step in found if step is not None])
-    others = [name for name, step in zip(names, found, strict=True) if step is None] + sorted(around.foreign_marks)
+    others = [name for name, step in zip(names, found, strict=True) if step is None] + around.foreign_marks
     run_listing = RunListing(
         url=run.url,
         steps=tuple(sorted(steps, key=_place_in_list)),
@@ -253,7 +260,8 @@ def _candidates(run: Location, around: Surroundings) -> list[str]:
     files = [name for name, info in single.items() if is_file_of_format(info)]
     deep = [path for path in around.named if "/" in path and has_plain_segments(path)]
     names = [n for n in (*listing.directories, *files) if not n.startswith(".") and has_plain_segments(n)]
-    names = [n for n in names if n not in around.links and n not in around.hidden]
+    left_out = around.links | around.hidden
+    names = [n for n in names if n not in left_out]
     if len(names) > _MOST_ENTRIES:
         raise RequestError(
             "request.invalid",
@@ -263,36 +271,27 @@ def _candidates(run: Location, around: Surroundings) -> list[str]:
     return sorted(dict.fromkeys([*names, *deep]))
 
 
-def files_below(run: Location, names: Iterable[str]) -> dict[str, ObjectInfo]:
-    """The files of the entries of a local run, by their paths relative to it.
+def files_below(run: Location, names: Iterable[str]) -> tuple[dict[str, ObjectInfo], dict[str, list[str]]]:
+    """The files of entries of a local run, by their paths relative to it, and links by the entry that they lead into.
 
     Links to directories are not followed: one may lead to a data set, or to the root of a file system.
     """
-    files: dict[str, ObjectInfo] = {}
-    for path in (path for name in names for path in _paths_below(run, name)):
-        with suppress(ReshardError):  # a link may lead to a place that may not be read
-            if (info := run.store.stat(path)) is not None:
-                files[path[len(run.path) + 1 :]] = info
-    return files
-
-
-def _paths_below(run: Location, name: str) -> list[str]:
-    place = join(run.path, name)
-    return [join(top, file) for top, _, files in os.walk(place) for file in files] or [place]
-
-
-def _links_between(run: Location, names: Iterable[str]) -> dict[str, list[str]]:
-    """The links in entries of a local run that lead into other entries, by the entry that they lead into."""
-    links = defaultdict[str, list[str]](list)
+    files, links = dict[str, ObjectInfo](), defaultdict[str, list[str]](list)
     home = os.path.realpath(run.path)
     for name in names:
-        for top, directories, files in os.walk(join(run.path, name)):
-            for path in (join(top, entry) for entry in (*directories, *files)):
-                if os.path.islink(path):
-                    entry = os.path.relpath(os.path.realpath(path), home).partition("/")[0]
-                    if entry not in (os.curdir, os.pardir, name):
-                        links[entry].append(f"link {path[len(run.path) + 1 :]}")
-    return links
+        place = join(run.path, name)
+        paths: list[str] = []
+        for top, directories, here in os.walk(place):
+            paths += (join(top, file) for file in here)
+            for link in filter(os.path.islink, (join(top, entry) for entry in (*directories, *here))):
+                entry = os.path.relpath(os.path.realpath(link), home).partition("/")[0]
+                if entry not in (os.curdir, os.pardir, name):
+                    links[entry].append(f"link {link[len(run.path) + 1 :]}")
+        for path in paths or [place]:
+            with suppress(ReshardError):  # a link may lead to a place that may not be read
+                if (info := run.store.stat(path)) is not None:
+                    files[path[len(run.path) + 1 :]] = info
+    return files, links
 
 
 def _sizes(below: Mapping[str, ObjectInfo], names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -573,7 +572,7 @@ def _removal_in(run: Location, mark: str) -> tuple[str, Removal] | None:
     record = recorded_mark(run, path)
     if record is None or any(not file.startswith(f"{name}/") and file != name for file, _, _ in record.files):
         return None
-    objects = {i.path: (i.pin, i.modified_at) for i in objects_of(run.child(name))}
+    objects = pins_of(objects_of(run.child(name)))
     marked = {join(run.path, file): (pin, modified_at) for file, pin, modified_at in record.files}
     if not marked.keys() <= objects.keys():
         return name, Removal.UNDER_WAY
@@ -585,6 +584,11 @@ def objects_of(place: Location) -> list[ObjectInfo]:
     """Every file of a checkpoint, which may be one file itself."""
     own = place.store.stat(place.path)
     return place.store.list_tree(place.path) if own is None else [own]
+
+
+def pins_of(objects: Iterable[ObjectInfo]) -> dict[str, tuple[str, float | None]]:
+    """Pin and time of the last write of each file, by its path."""
+    return {i.path: (i.pin, i.modified_at) for i in objects}
 
 
 def recorded_mark(run: Location, mark: str) -> RemovalMark | None:
