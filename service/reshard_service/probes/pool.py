@@ -461,9 +461,9 @@ class LayoutEngines:
                 try:
                     reader, writer = await engine.ask(path, offset, length)
                 except EngineDied as error:
-                    self._drop(engine)
                     if last:
-                        raise await _crashed(engine) from error
+                        raise await self._crash(engine) from error
+                    self._drop(engine)
                     continue
                 try:
                     yield Bytes(reader, length)
@@ -491,8 +491,7 @@ class LayoutEngines:
             try:
                 await asyncio.shield(engine.opened)
             except EngineDied as error:
-                self._drop(engine)
-                raise await _crashed(engine) from error
+                raise await self._crash(engine) from error
             except asyncio.CancelledError:
                 if engine.opened.cancelled():
                     # Somebody has removed the layout meanwhile.
@@ -548,6 +547,23 @@ class LayoutEngines:
             engine.timer.cancel()
         engine.timer = loop.call_later(idle_s, lambda: engine.users or self._drop(engine))
 
+    async def _crash(self, engine: _Engine) -> JobError:
+        """The error for an engine that died. Its status is read before the engine is ended, which kills it."""
+        try:
+            status = await engine.status()
+        finally:
+            self._drop(engine)
+        how = (
+            "ended" if status is None else f"ended with status {status}" if status >= 0 else f"died of signal {-status}"
+        )
+        refused = " (native code aborts if it is refused memory)" if status == -signal.SIGABRT else ""
+        return JobError(
+            "internal.error",
+            f"the process that makes the files of the layout {how}{refused}",
+            fix="run `reshard convert` on the source, and report its output; for more memory: RESHARD_ENGINE_MEMORY",
+            details={"status": status},
+        )
+
     def _drop(self, engine: _Engine) -> None:
         if self._engines.get(engine.layout.id) is engine:
             del self._engines[engine.layout.id]
@@ -565,15 +581,3 @@ class LayoutEngines:
 
 def _busy() -> JobError:
     return JobError("service.busy", "all engine processes for layouts are in use")
-
-
-async def _crashed(engine: _Engine) -> JobError:
-    status = await engine.status()
-    how = "ended" if status is None else f"ended with status {status}" if status >= 0 else f"died of signal {-status}"
-    refused = " (native code aborts if it is refused memory)" if status == -signal.SIGABRT else ""
-    return JobError(
-        "internal.error",
-        f"the process that makes the files of the layout {how}{refused}",
-        fix="run `reshard convert` on the source, and report its output; for more memory: RESHARD_ENGINE_MEMORY",
-        details={"status": status},
-    )
