@@ -292,31 +292,6 @@ def conceal(secret: str | None) -> None:
         _concealed.add(secret)
 
 
-AROUND_TEXT = " \t\r\n\ufeff\"'"
-"""What copying, shells and files of settings leave around a text."""
-_LEAST_KEY_CHARS = 40
-"""Characters of the shortest private key in Base64, without the last ones."""
-_KEY_WITHOUT_HEADER = re.compile(rf"(?:\w+:)?[\w+/=\\\s-]{{{_LEAST_KEY_CHARS},}}")
-"""Base64 or hexadecimal digits. No name of a file with an extension looks like them."""
-_MOST_NAME_CHARS = 255
-
-
-def may_be_key(value: str) -> bool:
-    """True if a value may be a private key and is no existing file: damaged PEM, some of its lines, or Base64."""
-    if os.path.isfile(value):
-        return False
-    directory, name = os.path.split(value)
-    is_path = len(name) < _LEAST_KEY_CHARS and os.path.isdir(directory)
-    return "\n" in value or (
-        "://" not in value
-        and (
-            "BEGIN" in value
-            or (_KEY_WITHOUT_HEADER.fullmatch(value.strip(AROUND_TEXT)) is not None and not is_path)
-            or max(map(len, value.split("/"))) > _MOST_NAME_CHARS
-        )
-    )
-
-
 def without_secrets(text: str) -> str:
     """`text` with `[hidden]` in place of passwords, signatures, and secrets of this process in any usual encoding."""
     for form in _forms(tuple(os.environ.items()), _profiles_version(os.environ), tuple(_concealed)):

@@ -57,8 +57,14 @@ class SourceFile:
         """
         self._check_range(offset, length)
         begin = offset if self.extent is None else offset + self.extent[0]
-        own = {"directory_sha256": None, "checksums": None, "compared": set[int](), "archives": None}
-        return replace(self, extent=(begin, length), **own)
+        return replace(
+            self,
+            directory_sha256=None,
+            checksums=None,
+            compared=set(),
+            archives=None,
+            extent=(begin, length),
+        )
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the stream's bytes from `offset` on.

@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from reshard.errors import AROUND_TEXT, IntegrityError, RequestError, SourceError, may_be_key, printable
+from reshard.errors import IntegrityError, RequestError, SourceError, printable
 from reshard.local import install_line
 from reshard.models.jobs import CastLoss, NotCarried
 from reshard.models.reports import Signing
@@ -44,6 +45,14 @@ NOT_SEALED = (".git", ".gitattributes", ".github", ".gitignore")
 MOST_BYTES = 1 << 30
 VERSION = 1
 _ALGORITHM = "sha256"
+_AROUND_TEXT = " \t\r\n\ufeff\"'"
+"""What copying, shells and files of settings leave around a text."""
+_LEAST_KEY_CHARS = 40
+"""Characters of the shortest private key in Base64, without the last ones."""
+_KEY_WITHOUT_HEADER = re.compile(rf"(?:\w+:)?[\w+/=\\\s-]{{{_LEAST_KEY_CHARS},}}")
+"""Base64 or hexadecimal digits. No name of a file with an extension looks like them."""
+_MOST_NAME_CHARS = 255
+
 Key = Any
 """A public key of securesystemslib, which exports no types."""
 Signer = Any
@@ -275,10 +284,26 @@ def _pem_of(value: str, option: str) -> tuple[bytes, str]:
         RequestError: `request.invalid` as `small_file`.
         SourceError: `source.not_found`.
     """
-    text = value.strip(AROUND_TEXT)
+    text = value.strip(_AROUND_TEXT)
     if text.startswith(_PEM):
         return f"{text}\n".encode(), "the text of the key"
     return small_file(value, option), value
+
+
+def _may_be_key(value: str) -> bool:
+    """True if a value may be a private key, and is not a path: damaged PEM, some of its lines, or Base64."""
+    if os.path.isfile(value):
+        return False
+    directory, name = os.path.split(value)
+    is_path = len(name) < _LEAST_KEY_CHARS and os.path.isdir(directory)
+    return "\n" in value or (
+        "://" not in value
+        and (
+            "BEGIN" in value
+            or (_KEY_WITHOUT_HEADER.fullmatch(value.strip(_AROUND_TEXT)) is not None and not is_path)
+            or max(map(len, value.split("/"))) > _MOST_NAME_CHARS
+        )
+    )
 
 
 def small_file(url: str, option: str) -> bytes:
@@ -288,7 +313,7 @@ def small_file(url: str, option: str) -> bytes:
         RequestError: `request.invalid` if the value may be a key itself, which no error repeats.
         SourceError: `source.not_found`.
     """
-    if may_be_key(url):
+    if _may_be_key(url):
         raise RequestError(
             "request.invalid",
             f"the value of {option} is neither the path of a file nor a text in PEM",
