@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -281,45 +281,44 @@ class Dripping:
         return Outcome(204)
 
 
-def test_endpoints_of_a_tenant_that_drip_do_not_delay_those_of_another(hooked: Hooked) -> None:
-    _of_tenant(hooked, "slow", 20)
-    sender = Dripping()
-    deliverer = WebhookDeliverer(hooked.outbox, cast("WebhookSender", sender), keep_s=LONG)
-    deliverer.start()
-    try:
-        # The slow tenant has as many senders as it gets.
-        for _ in range(8):
-            assert sender.waiting.acquire(timeout=PATIENCE_S)
-        _of_tenant(hooked, "quick", 1)
-        (hook,) = Webhooks(hooked.database, "quick").list()
-        wait_until(lambda: [one.state for one in hooked.outbox.list(hook.id)] == [DeliveryState.DELIVERED])
-        assert not sender.ended.is_set()
-    finally:
-        sender.ended.set()
-        deliverer.stop()
-
-
-def test_endpoints_of_two_tenants_that_drip_do_not_delay_those_of_a_third(hooked: Hooked) -> None:
-    for tenant in ("slow", "slow-too"):
+@contextmanager
+def dripping(hooked: Hooked, *tenants: str) -> Generator[Dripping]:
+    """Deliver what 20 slow endpoints of each tenant wait for, and what comes later."""
+    for tenant in tenants:
         _of_tenant(hooked, tenant, 20)
     sender = Dripping()
     deliverer = WebhookDeliverer(hooked.outbox, cast("WebhookSender", sender), keep_s=LONG)
     deliverer.start()
     try:
-        # Three quarters of the senders; the others are for tenants without a delivery on its way.
-        for _ in range(12):
-            assert sender.waiting.acquire(timeout=PATIENCE_S)
-        for tenant in ("third", "fourth"):
-            _of_tenant(hooked, tenant, 1)
-            (hook,) = Webhooks(hooked.database, tenant).list()
-            wait_until(
-                lambda hook=hook: [one.state for one in hooked.outbox.list(hook.id)] == [DeliveryState.DELIVERED]
-            )
-        assert not sender.waiting.acquire(blocking=False)
+        yield sender
         assert not sender.ended.is_set()
     finally:
         sender.ended.set()
         deliverer.stop()
+
+
+def _is_served(hooked: Hooked, tenant: str) -> None:
+    _of_tenant(hooked, tenant, 1)
+    (hook,) = Webhooks(hooked.database, tenant).list()
+    wait_until(lambda: [one.state for one in hooked.outbox.list(hook.id)] == [DeliveryState.DELIVERED])
+
+
+def test_endpoints_of_a_tenant_that_drip_do_not_delay_those_of_another(hooked: Hooked) -> None:
+    with dripping(hooked, "slow") as sender:
+        # The slow tenant has as many senders as it gets.
+        for _ in range(8):
+            assert sender.waiting.acquire(timeout=PATIENCE_S)
+        _is_served(hooked, "quick")
+
+
+def test_endpoints_of_two_tenants_that_drip_do_not_delay_those_of_a_third(hooked: Hooked) -> None:
+    with dripping(hooked, "slow", "slow-too") as sender:
+        # Three quarters of the senders; the others are for tenants without a delivery on its way.
+        for _ in range(12):
+            assert sender.waiting.acquire(timeout=PATIENCE_S)
+        for tenant in ("third", "fourth"):
+            _is_served(hooked, tenant)
+        assert not sender.waiting.acquire(blocking=False)
 
 
 def test_a_delivery_is_tried_for_about_a_day_and_then_dead(hooked: Hooked) -> None:
