@@ -59,8 +59,8 @@ def converted(source: Path, target: str, place: Path, *words: str) -> Printed:
     copies = [line for line in lines if line.startswith("copy ")]
     assert bool(copies) is target.startswith("s3://")
     for line in copies:
-        told = re.fullmatch(r"copy (\S+) to (\S+) of each node, for a directory DIR", line)
-        assert told is not None, line
-        there = told[2].replace("DIR", str(directory))
-        fsspec.filesystem("s3").get(f"{told[1]}/", f"{there}/", recursive=True)
+        copy = re.fullmatch(r"copy (\S+) to (\S+) of each node, for a directory DIR", line)
+        assert copy is not None, line
+        destination = copy[2].replace("DIR", str(directory))
+        fsspec.filesystem("s3").get(f"{copy[1]}/", f"{destination}/", recursive=True)
     return Printed([line.replace("DIR", str(directory)) for line in lines if line not in copies], directory)
