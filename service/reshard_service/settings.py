@@ -96,7 +96,7 @@ class ServiceSettings(EnvironmentSettings):
         layout_command: Command line of the process that makes the bytes of a virtual layout.
         layout_engines: How many such processes an API process may have. A quarter of them, and at least one of several,
             is kept free of any one tenant, whose downloads may take hours. The one that was not used for longest makes
-            room for the next.
+            room for the next. While any is used, one more waits for the next layout.
         layout_plan_s: How long a virtual layout may be planned, and its source compared, before `POST /v1/layouts` is
             given up.
         layout_idle_s: How long such a process stays after its last use. The next use begins another one.

@@ -384,8 +384,9 @@ def test_engines_end_with_the_api(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "run")
     with serving(tmp_path) as service:
         service.make(tmp_path / "run")
+        # The engine of the layout, and the process for the next one.
+        wait_until(lambda: len(service.engines()) == 2)
         engines = service.engines()
-        assert len(engines) == 1
         service.process.kill()
         assert not psutil.wait_procs(engines, timeout=60)[1]
 
@@ -524,15 +525,15 @@ def test_bytes_of_layouts_count_in_the_quota_of_a_day(service: Service, tiny: Pa
         assert answer.json()["details"]["used"] == 2 * total
 
 
-def test_a_layout_of_too_many_ranks_is_rejected_before_it_is_planned(service: Service, tiny: Path) -> None:
-    before = len(service.engines())
-    for options in ({"dp": 20_000}, {"dp": 150_000}, {"dp": 2, "tp": 64, "pp": 64}):
-        answer = service.ask(
-            "POST", "/v1/layouts", json={"source": str(tiny), "to": "zero", "options": {"deepspeed": options}}
-        )
-        assert (answer.status_code, answer.json()["code"]) == (422, "request.above_maximum"), answer.text
-        assert answer.json()["details"] == {"field": "options.deepspeed.dp", "maximum": 4096}
-    assert len(service.engines()) == before
+def test_a_layout_of_too_many_ranks_is_rejected_before_it_is_planned(tmp_path: Path) -> None:
+    with serving(tmp_path) as service:
+        for options in ({"dp": 20_000}, {"dp": 150_000}, {"dp": 2, "tp": 64, "pp": 64}):
+            answer = service.ask(
+                "POST", "/v1/layouts", json={"source": str(TINY), "to": "zero", "options": {"deepspeed": options}}
+            )
+            assert (answer.status_code, answer.json()["code"]) == (422, "request.above_maximum"), answer.text
+            assert answer.json()["details"] == {"field": "options.deepspeed.dp", "maximum": 4096}
+        assert not service.engines()
 
 
 def test_options_of_a_run_have_no_place(service: Service, tiny: Path) -> None:
@@ -581,8 +582,8 @@ def test_layouts_expire_unless_they_are_used(tmp_path: Path) -> None:
         assert ids == [used["id"]]
         removed = service.ask("DELETE", used["links"]["self"])
         assert (removed.status_code, removed.content) == (204, b"")
-        # Its engine is gone; that of the other one may be there.
-        wait_until(lambda: len(service.engines()) <= 1)
+        # Its engine is gone; that of the other layout may be there, and the process for the next layout.
+        wait_until(lambda: len(service.engines()) <= 2)
         for made in (used, unused):
             for method, place in (
                 ("GET", made["links"]["self"]),
@@ -729,6 +730,57 @@ def test_a_tenant_with_its_share_of_engines_leaves_one_to_others() -> None:
             await engines.plan(used_layout(TINY, "other", tenant="another"), compare=False)
 
     with_engines(run, layout_engines=3, layout_queue_s=0.2)
+
+
+def layout_processes() -> dict[int, psutil.Process]:
+    """The processes that serve layouts for this one, or wait for a layout."""
+    running = {}
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[-1:] == ["layout"]:
+                running[process.pid] = process
+    return running
+
+
+def with_one_layout(call: Callable[[LayoutEngines, psutil.Process], Any]) -> None:
+    """Read from a layout, and call with the process that waits for the next layout meanwhile."""
+
+    async def run(engines: LayoutEngines) -> None:
+        first = used_layout(TINY, "first")
+        path = (await engines.plan(first, compare=False)).files[0].path
+        async with engines.reading(first, path, 0, 10):
+            await asyncio.to_thread(wait_until, lambda: len(layout_processes()) == 2)
+            # The process that was started last waits.
+            await call(engines, max(layout_processes().values(), key=lambda p: (p.create_time(), p.pid)))
+        # Without use, the engines end, and no process waits for a layout any more.
+        await asyncio.to_thread(wait_until, lambda: not layout_processes())
+
+    assert not layout_processes()
+    with_engines(run, layout_idle_s=0.2)
+
+
+def test_the_next_layout_begins_in_a_process_that_has_imported_the_engine() -> None:
+    async def run(engines: LayoutEngines, waiting: psutil.Process) -> None:
+        second = used_layout(TINY, "second")
+        path = (await engines.plan(second, compare=False)).files[0].path
+        async with engines.reading(second, path, 0, 10):
+            await asyncio.to_thread(wait_until, lambda: len(layout_processes()) == 3)
+            assert waiting.pid in layout_processes()
+
+    with_one_layout(run)
+
+
+def test_a_process_that_was_killed_while_it_waited_costs_no_layout() -> None:
+    async def run(engines: LayoutEngines, waiting: psutil.Process) -> None:
+        # Stopped first: it dies after the layout has taken it.
+        waiting.suspend()
+        planned = asyncio.create_task(engines.plan(used_layout(TINY, "second"), compare=False))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        waiting.kill()
+        assert (await planned).files
+
+    with_one_layout(run)
 
 
 def test_an_engine_serves_only_the_layout_that_was_planned() -> None:

@@ -131,7 +131,7 @@ def next_command(commands: BinaryIO, tell_idle: Callable[[], None], stop: list[i
             raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, on_terminate)
-    _import_engine()
+    import_engine()
     tell_idle()
     while line := commands.readline():
         busy = True
@@ -145,7 +145,8 @@ def next_command(commands: BinaryIO, tell_idle: Callable[[], None], stop: list[i
     raise SystemExit(0)
 
 
-def _import_engine() -> None:
+def import_engine() -> None:
+    """Import the engine ahead of the first request. What cannot be imported fails when a request needs it."""
     # A child reports what cannot be imported, as a process for one command does.
     with suppress(ImportError, ReshardError):
         load_engine()

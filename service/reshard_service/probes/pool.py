@@ -1,7 +1,8 @@
 """Starts the processes in which the API lets the engine read: probes, and the engines of virtual layouts.
 
 A few probes run at a time, each with a deadline. A probe that answered is kept for the next request. An engine of a
-layout stays while the layout is used; the next use begins one again.
+layout stays while the layout is used; the next use begins one again. While layouts are used, a process without a layout
+has imported the engine ahead of the next layout.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import socket
 from asyncio.subprocess import Process
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
@@ -291,10 +292,81 @@ class Bytes:
         return data
 
 
+class _LayoutProcess:
+    """A process that serves one layout. Until it is asked for the layout, it serves any."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        """Start the process. Its imports go on after this has returned."""
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
+        self._started = asyncio.create_task(self._start(settings, theirs))
+        # `call` raises the error of the start. It is read here, too: asyncio reports errors that nobody has read.
+        self._started.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    @staticmethod
+    async def _start(settings: ServiceSettings, control: socket.socket) -> Process:
+        with control:
+            return await asyncio.create_subprocess_exec(
+                *settings.layout_command,
+                stdin=control.fileno(),
+                # A GPU would lift the limit on memory.
+                env={**_environment(), "RESHARD_DEVICE": "cpu"},
+                start_new_session=True,
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """True while it starts, and while it runs."""
+        if not self._started.done():
+            return True
+        failed = self._started.cancelled() or self._started.exception() is not None
+        return not failed and self._started.result().returncode is None
+
+    async def call(self, asked: dict[str, Any], limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send a call over a connection of its own; returns the connection, from which the answer comes next.
+
+        Raises:
+            EngineDied: The process has ended.
+            OSError: The machine refused to start it.
+        """
+        await asyncio.shield(self._started)
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise EngineDied from error
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=limit)
+        writer.write(json.dumps(asked).encode() + b"\n")
+        return reader, writer
+
+    async def status(self) -> int | None:
+        """The exit status of a process that has closed its socket; None if it still runs."""
+        process = await asyncio.shield(self._started)
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(process.wait(), _DEATH_S)
+        return None
+
+    async def end(self) -> None:
+        """Kill the process."""
+        self._control.close()
+        self._started.cancel()
+        with suppress(asyncio.CancelledError, OSError):
+            await _end(await self._started)
+
+
 class _Engine:
     """The process of one layout, from its start on."""
 
-    def __init__(self, settings: ServiceSettings, layout: UsedLayout, *, compare: bool) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        layout: UsedLayout,
+        take_ahead: Callable[[], _LayoutProcess | None],
+        *,
+        compare: bool,
+    ) -> None:
         self.layout = layout
         self.users = 0
         self.idle_since = 0.0
@@ -303,8 +375,8 @@ class _Engine:
         self.reads = asyncio.Semaphore(settings.layout_reads)
         self._settings = settings
         self._compare = compare
-        self._control: socket.socket | None = None
-        self._process: Process | None = None
+        self._take_ahead = take_ahead
+        self._process: _LayoutProcess | None = None
         self.opened = asyncio.create_task(self._open())
         # Callers that wait for it get its error. It is read here, too: asyncio reports errors that nobody has read.
         self.opened.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -312,7 +384,7 @@ class _Engine:
     @property
     def is_alive(self) -> bool:
         """True while it starts, and while its process runs."""
-        return not self.opened.done() or (self._process is not None and self._process.returncode is None)
+        return not self.opened.done() or (self._process is not None and self._process.is_alive)
 
     async def ask(self, path: str, offset: int, length: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Ask for a range of a file; returns the connection, from which the bytes come next.
@@ -321,7 +393,8 @@ class _Engine:
             ReshardError: The engine cannot make the first of the bytes.
             EngineDied: It has ended.
         """
-        reader, writer = await self._call({"path": path, "offset": offset, "length": length}, _READ_BYTES)
+        assert self._process is not None
+        reader, writer = await self._process.call({"path": path, "offset": offset, "length": length}, _READ_BYTES)
         try:
             await self._answer(reader)
         except BaseException:
@@ -331,21 +404,15 @@ class _Engine:
 
     async def status(self) -> int | None:
         """The exit status of a process that has closed its socket; None if it still runs or was not started."""
-        if self._process is None:
-            return None
-        with suppress(TimeoutError):
-            return await asyncio.wait_for(self._process.wait(), _DEATH_S)
-        return None
+        return None if self._process is None else await self._process.status()
 
     async def end(self) -> None:
         """Kill the process."""
         self.opened.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await self.opened
-        if self._control is not None:
-            self._control.close()
         if self._process is not None:
-            await _end(self._process)
+            await self._process.end()
 
     async def _open(self) -> PlannedLayout:
         """Start the process, and have it plan the layout.
@@ -358,12 +425,7 @@ class _Engine:
         limit_s, layout = self._settings.layout_plan_s, self.layout
         try:
             async with asyncio.timeout(limit_s):
-                await self._start()
-                reader, writer = await self._call(self._asked(), _LONGEST_ANSWER_BYTES)
-                try:
-                    planned = PlannedLayout.model_validate(await self._answer(reader))
-                finally:
-                    writer.close()
+                planned = await self._plan()
         except TimeoutError as error:
             raise JobError(
                 "job.wait_timeout",
@@ -384,18 +446,23 @@ class _Engine:
             )
         return planned
 
-    async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._control = ours
-            ours.setblocking(False)
-            self._process = await asyncio.create_subprocess_exec(
-                *self._settings.layout_command,
-                stdin=theirs.fileno(),
-                # A GPU would lift the limit on memory.
-                env={**_environment(), "RESHARD_DEVICE": "cpu"},
-                start_new_session=True,
-            )
+    async def _plan(self) -> PlannedLayout:
+        if (ahead := self._take_ahead()) is not None:
+            self._process = ahead
+            try:
+                return await self._plan_in(ahead)
+            except EngineDied:
+                # Something may have killed it while it waited. A layout that kills its process kills a new one, too.
+                await ahead.end()
+        self._process = _LayoutProcess(self._settings)
+        return await self._plan_in(self._process)
+
+    async def _plan_in(self, process: _LayoutProcess) -> PlannedLayout:
+        reader, writer = await process.call(self._asked(), _LONGEST_ANSWER_BYTES)
+        try:
+            return PlannedLayout.model_validate(await self._answer(reader))
+        finally:
+            writer.close()
 
     def _asked(self) -> dict[str, Any]:
         request, roots = self.layout.request, self.layout.limits.roots(self._settings.jobs.roots)
@@ -406,19 +473,6 @@ class _Engine:
             "write_roots": roots.writable,
             "memory_bytes": engine_memory_bytes(request, self._settings.engine_memory_bytes),
         }
-
-    async def _call(self, asked: dict[str, Any], limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        assert self._control is not None
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-        except OSError as error:
-            ours.close()
-            raise EngineDied from error
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=limit)
-        writer.write(json.dumps(asked).encode() + b"\n")
-        return reader, writer
 
     async def _answer(self, reader: asyncio.StreamReader) -> Any:
         try:
@@ -436,6 +490,8 @@ class LayoutEngines:
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
         self._engines: dict[str, _Engine] = {}
+        self._ahead: _LayoutProcess | None = None
+        """A process for the next layout, while layouts are used: its imports take longer than planning most layouts."""
         self._freed = asyncio.Event()
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -480,6 +536,7 @@ class LayoutEngines:
         """End all processes."""
         for engine in list(self._engines.values()):
             self._drop(engine)
+        self._end_unneeded()
         await asyncio.gather(*self._ending)
 
     @asynccontextmanager
@@ -517,7 +574,9 @@ class LayoutEngines:
                     if found is not None:
                         self._drop(found)
                     if self._make_room(layout):
-                        begun = self._engines[layout.id] = _Engine(self._settings, layout, compare=compare)
+                        begun = _Engine(self._settings, layout, self._take_ahead, compare=compare)
+                        begun.opened.add_done_callback(lambda _: self._start_ahead())
+                        self._engines[layout.id] = begun
                         return begun
                     await self._freed.wait()
         except TimeoutError as error:
@@ -564,15 +623,37 @@ class LayoutEngines:
             details={"status": status},
         )
 
+    def _take_ahead(self) -> _LayoutProcess | None:
+        taken, self._ahead = self._ahead, None
+        return taken
+
+    def _start_ahead(self) -> None:
+        if self._ahead is not None and not self._ahead.is_alive:
+            self._end(self._ahead)
+            self._ahead = None
+        # Layouts that are being planned need the cores. The last of them starts the process.
+        planning = any(not engine.opened.done() for engine in self._engines.values())
+        if self._engines and not planning and self._ahead is None:
+            self._ahead = _LayoutProcess(self._settings)
+
+    def _end_unneeded(self) -> None:
+        if not self._engines and (ahead := self._take_ahead()) is not None:
+            self._end(ahead)
+
     def _drop(self, engine: _Engine) -> None:
         if self._engines.get(engine.layout.id) is engine:
             del self._engines[engine.layout.id]
         if engine.timer is not None:
             engine.timer.cancel()
-        task = asyncio.create_task(engine.end())
+        self._end(engine)
+        self._tell_freed()
+        # Soon, not now: the engine may make room for another layout, which takes the process that waits.
+        asyncio.get_running_loop().call_soon(self._end_unneeded)
+
+    def _end(self, process: _Engine | _LayoutProcess) -> None:
+        task = asyncio.create_task(process.end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-        self._tell_freed()
 
     def _tell_freed(self) -> None:
         self._freed.set()

@@ -6,11 +6,11 @@ The API process itself never parses untrusted files.
 line, and writes for each one JSON object to stdout, `{"result": ...}` or `{"problem": ...}`, and then an empty line.
 Each request has a process of its own, with the limits of its own (`warm_process`).
 
-`python -m reshard_service.probes.process layout` makes the bytes of one virtual layout as long as the API wants. Its
-stdin is a socket, over which the API sends the end of a new connection for each call. A call is a JSON object in a
-line. The first one opens the layout, and its answer is like a probe's. Each other one asks for a range of a file; its
-answer is such a line, and after `{"result": null}` the bytes. A connection that ends early has met an error, which is
-in the log: nobody can be told of it in the middle of a file.
+`python -m reshard_service.probes.process layout` makes the bytes of one virtual layout as long as the API wants. It
+imports the engine, and then waits for its layout. Its stdin is a socket, over which the API sends the end of a new
+connection for each call. A call is a JSON object in a line. The first one opens the layout, and its answer is like a
+probe's. Each other one asks for a range of a file; its answer is such a line, and after `{"result": null}` the bytes. A
+connection that ends early has met an error, which is in the log: nobody can be told of it in the middle of a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reshard.local import VirtualCheckpoint, load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.storage.urls import confine
-from reshard_engine.warm_process import die_with_parent, limit_memory, next_command, open_reserve
+from reshard_engine.warm_process import die_with_parent, import_engine, limit_memory, next_command, open_reserve
 from reshard_jobs.logs import configure_logs
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ def serve_layout() -> int:
     control = socket.socket(fileno=os.dup(0))
     # Output that a library prints goes to the log.
     os.dup2(2, 1)
+    import_engine()
     opened: list[VirtualCheckpoint] = []
     if (first := _next_connection(control)) is None or not _answer(first, lambda asked: _open(asked, opened)):
         return 1
