@@ -150,7 +150,8 @@ def test_drawn_runs_are_equal_in_any_two_cuts(tmp_path_factory: pytest.TempPathF
     # Special values are drawn for weights and masters one by one: the weight is not the rounded master.
     report = diff(a, b, ignore=("*/weight",))
     assert found(report) == []
-    assert report.tensors >= len(case.state.trained)
+    # The pattern matches a parameter whose own name ends so, with all its states.
+    assert report.tensors >= sum(not p.fqn.endswith("/weight") for p in case.state.trained)
     assert same(a, b, "masters", "moments", "counters", "groups", "run")
 
 
