@@ -28,13 +28,13 @@ def command(*words: str) -> tuple[int, str, str]:
 
 
 def broken_promises(
-    source: Path, place: Path, *, tag: str | None = None, known: dict[str, str] | None = None
+    source: Path | str, place: Path | str, *, tag: str | None = None, known: dict[str, str] | None = None
 ) -> list[str]:
     """Every command that `inspect` promises and that fails, and every one that it denies and that works.
 
     Args:
-        source: The checkpoint.
-        place: Where conversions may write.
+        source: The checkpoint: a directory, or an address in a store.
+        place: Where conversions may write; in a store, what they have written stays there.
         tag: The tag, where the user has to name one.
         known: What stands for the words in upper case that only the user knows, such as `DIR`.
     """
@@ -52,7 +52,11 @@ def broken_promises(
             wanted[f"{base} {flags}{end}"] = bool(target["possible"])
     if not lines and any(t["possible"] for t in targets):
         return [f"inspect says what {source} can become and no command"]
-    return [line for line, works in wanted.items() if _works(line, place, known or {}) is not works]
+    return [
+        line
+        for number, (line, works) in enumerate(wanted.items())
+        if _works(line, f"{place}/promised-{number}", known or {}) is not works
+    ]
 
 
 def _flags_of(target: dict[str, Any]) -> list[str]:
@@ -76,13 +80,13 @@ def _flags_of(target: dict[str, Any]) -> list[str]:
     return found
 
 
-def _works(line: str, place: Path, known: dict[str, str]) -> bool:
-    target = place / "promised" / "global_step9"
-    known = {"DST": str(target), "N": "2", **(known or {})}
+def _works(line: str, place: str, known: dict[str, str]) -> bool:
+    known = {"DST": f"{place}/global_step9", "N": "2", **known}
     words = [known.get(w, w) for w in shlex.split(line)]
     assert words.pop(0) == "reshard"
-    words += ["--out", str(target.parent)] if words[0] == "ensure" else []
+    words += ["--out", place] if words[0] == "ensure" else []
     code, _, err = command(*words, "--quiet")
-    shutil.rmtree(target.parent, ignore_errors=True)
+    if "://" not in place:
+        shutil.rmtree(place, ignore_errors=True)
     assert "internal.error" not in err, err
     return code == 0

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from oracle.fixtures import oracle, trained, worlds
-from servers.fixtures import s3
+from servers.fixtures import bucket, s3
 
-__all__ = ["oracle", "s3", "trained", "worlds"]
+__all__ = ["bucket", "oracle", "s3", "trained", "worlds"]

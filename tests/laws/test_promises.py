@@ -7,6 +7,7 @@ import tempfile
 from decimal import Decimal
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given, seed, settings, strategies as st
@@ -52,6 +53,14 @@ def test_of_model_parallel_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["zero2_tiny", "zero3_tiny"])
 def test_of_frozen_checkpoints(name: str, tmp_path: Path) -> None:
     assert broken_promises(DATA / name, tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["zero2_tiny", "zero3_tiny", "experts"])
+def test_of_checkpoints_in_a_bucket(name: str, bucket: str, tmp_path: Path) -> None:
+    """The commands are run as printed: from the bucket, into the bucket."""
+    source = DATA / name if name not in MODELS else write_source(tmp_path / "source", MODELS[name][0])
+    fsspec.filesystem("s3").put(f"{source}/", f"s3://{bucket}/the run/", recursive=True)
+    assert broken_promises(f"s3://{bucket}/the run", f"s3://{bucket}/made") == []
 
 
 @pytest.mark.parametrize("to", ["universal", "safetensors", "zero --dp 3"])
