@@ -74,15 +74,15 @@ _CONTROL = dict.fromkeys(
 )
 """The state of a Trainer's control flow at rest: the next save looks for this entry."""
 MADE_STATE = (
-    f"{TRAINER_STATE} was made, as the source has none: the Trainer takes logging_steps, eval_steps and save_steps "
-    "(500 each) from it, and the epoch begins at 0; edit it, or name a checkpoint-N: --trainer-files DIR"
+    f"{TRAINER_STATE} was made, as none was read: the Trainer takes logging_steps, eval_steps and save_steps "
+    "(500 each) from it, and the epoch begins at 0; edit it, or name the checkpoint-N that has one: --trainer-files DIR"
 )
 MADE_SCHEDULER = (
-    "scheduler.pt was made, as the source has none for the Trainer, which loads no optimizer without it: the run's "
+    "scheduler.pt was made, as none was read and the Trainer loads no optimizer without it: the run's "
     "scheduler goes on as after {updates}, and one that remembers more than a count begins anew; to keep its own, "
     "name a checkpoint-N: --trainer-files DIR"
 )
-MADE_META = f"{META} was made, as the source has none: the epoch begins at 0"
+MADE_META = f"{META} was made, as none was read: the epoch begins at 0"
 _RANDOM_STATE = {Framework.TRAINER: "python", Framework.ACCELERATE: "random_state"}
 """The key of Python's random state in a rank's file."""
 _FILE = re.compile(r"[a-z_]{1,64}(?:_\d{1,4})?\.(?:pkl|bin|pt)")
