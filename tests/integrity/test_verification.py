@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import struct
+import warnings
 import zipfile
 import zlib
 from itertools import pairwise
@@ -336,6 +337,91 @@ def test_a_damaged_step_count_or_scalar_ends_the_conversion(to: str, tmp_path: P
         assert caught.value.code == "zip.crc"
         assert not (tmp_path / "out").exists()
         place.write_bytes(whole)
+
+
+@pytest.fixture(scope="module")
+def dcp_save(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A save with large and equal chunks, a transposed tensor, one-element tensors and an object that has a tensor."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.Linear(70, 70), torch.nn.BatchNorm1d(70))
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 70)).sum().backward()
+    adam.step()
+    place = tmp_path_factory.mktemp("dcp") / "save"
+    weights, optimizer = get_state_dict(model, adam)
+    state = {
+        "model": weights,
+        "optim": optimizer,
+        "transposed": torch.arange(600.0).reshape(20, 30).t(),
+        "history": {"losses": (torch.arange(500.0),)},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one process, as wanted
+        dcp.save(state, checkpoint_id=place, no_dist=True)
+    return place
+
+
+def records_of_dcp(save: Path) -> list[tuple[Path, int, int]]:
+    """(file, offset, length) of the records of tensors of a save."""
+    import io
+    import pickle
+
+    rows = pickle.loads((save / ".metadata").read_bytes()).storage_data.values()  # what torch wrote for this test
+    found = []
+    for row in rows:
+        path = save / row.relative_path
+        archive = path.read_bytes()[row.offset :][: row.length]
+        with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+            for info in opened.infolist():
+                if "/data/" in info.filename and info.file_size:
+                    name, extra = struct.unpack_from("<HH", archive, info.header_offset + 26)
+                    found.append((path, row.offset + info.header_offset + 30 + name + extra, info.file_size))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch_save"])
+def test_a_damaged_record_of_a_dcp_save_ends_the_conversion(to: str, dcp_save: Path, tmp_path: Path) -> None:
+    records = records_of_dcp(dcp_save)
+    sizes = [length for _, _, length in records]
+    assert min(sizes) <= 8
+    assert max(sizes) == 4 * 70 * 70
+    check = reshard.convert(dcp_save, tmp_path / "whole", to=to, progress=False).source_check
+    assert check is not None
+    assert check.matching == check.records == len(records)
+    for path, offset, length in records:
+        for at in (offset, offset + length - 1):
+            damaged = shutil.copytree(dcp_save, tmp_path / "damaged")
+            flip_quietly(damaged / path.name, at)
+            with pytest.raises(SourceError) as caught:
+                reshard.convert(damaged, tmp_path / "out", to=to, progress=False)
+            assert caught.value.code == "zip.crc", (path.name, at)
+            assert not (tmp_path / "out").exists()
+            shutil.rmtree(damaged)
+
+
+def test_a_damaged_descriptor_of_a_dcp_save_ends_the_conversion(dcp_save: Path, tmp_path: Path) -> None:
+    """The CRC-32 of a chunk is read from the bytes after it, which may be the damaged ones."""
+    for path, offset, length in records_of_dcp(dcp_save)[:6]:
+        for at in (offset + length, offset + length + 7):
+            damaged = shutil.copytree(dcp_save, tmp_path / "damaged")
+            flip_quietly(damaged / path.name, at)
+            with pytest.raises(SourceError) as caught:
+                reshard.convert(damaged, tmp_path / "out", to="torch_save", progress=False)
+            assert caught.value.code.startswith("zip."), (path.name, at)
+            shutil.rmtree(damaged)
+
+
+@pytest.mark.parametrize(("record", "byte"), [(0, 0), (0, -1), (-1, -1)])
+def test_the_digests_of_a_damaged_source_name_its_damage(record: int, byte: int, tmp_path: Path) -> None:
+    source = damaged_source(tmp_path / "source", record, byte)
+    report = reshard.fingerprint(source, progress=False)
+    assert report.digest != reshard.fingerprint(DATA / "zero2_tiny", progress=False).digest
+    assert any(
+        f"1 record of the source does not match the CRC-32 in the archive: {ZERO_FILE}" in n for n in report.notes
+    )
+    assert not any("CRC-32" in n for n in reshard.fingerprint(DATA / "zero2_tiny", progress=False).notes)
 
 
 def test_files_that_are_never_written_compare_records(tmp_path: Path) -> None:

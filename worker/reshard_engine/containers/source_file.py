@@ -16,10 +16,37 @@ import numpy.typing as npt
 import yaml
 
 from reshard.errors import SourceError, printable
+from reshard_engine.storage.crc32 import crc32
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
 _BLOCK_BYTES = 64 << 10
 _MOST_BLOCKS = 16
+
+
+class RecordSums:
+    """What the torch archives in a file tell of the records of tensors. Readers add the records that they meet.
+
+    Offsets are those in the whole stream, also of a record that was met in a part of it.
+    """
+
+    def __init__(self) -> None:
+        """Know no record."""
+        self._tables = [np.zeros((3, 0), np.int64)]
+        self.matching: set[int] = set()
+        """Offsets of small records that were read with the metadata, and that match their CRC-32."""
+
+    def add(self, table: npt.NDArray[np.int64]) -> None:
+        """Add records, a column for each: offset, length, CRC-32. Those that are known already count once."""
+        self._tables.append(table)
+
+    @property
+    def table(self) -> npt.NDArray[np.int64]:
+        """`[3, count]`: offset, length and CRC-32 of each record with a CRC-32 that is known, in file order."""
+        if len(self._tables) > 1:
+            merged = np.concatenate(self._tables, axis=1)
+            _, first = np.unique(merged[0], return_index=True)
+            self._tables = [np.ascontiguousarray(merged[:, first])]
+        return self._tables[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +59,8 @@ class SourceFile:
     objects: tuple[ObjectInfo, ...]
     directory_sha256: str | None = field(default=None, compare=False)
     """Digest of the names, sizes and CRC-32s of the file's records, set by the parser if the container has them."""
-    checksums: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
-    """`[3, count]`: offset, length and CRC-32 of the records of tensors in file order, if the container stores them."""
-    compared: set[int] = field(default_factory=set[int], compare=False, repr=False)
-    """Offsets of small records that were read with the metadata, and that match their CRC-32."""
+    sums: RecordSums = field(default_factory=RecordSums, compare=False, repr=False)
+    """The CRC-32s of the records of tensors in the whole stream."""
     archives: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     """`[count, 2]`: offset and length of each torch archive in file order, if the stream is a sequence of archives."""
     extent: tuple[int, int] | None = None
@@ -49,6 +74,11 @@ class SourceFile:
         object.__setattr__(self, "starts", (0, *ends[:-1]))
         object.__setattr__(self, "size_bytes", ends[-1] if self.extent is None else self.extent[1])
 
+    @property
+    def begin(self) -> int:
+        """Offset in the stream of the objects, if this is a part of it; else 0."""
+        return 0 if self.extent is None else self.extent[0]
+
     def part(self, offset: int, length: int) -> SourceFile:
         """A range of this file as a file of its own, for containers inside a larger file.
 
@@ -56,15 +86,22 @@ class SourceFile:
             SourceError: `checkpoint.incomplete` if the file is shorter.
         """
         self._check_range(offset, length)
-        begin = offset if self.extent is None else offset + self.extent[0]
-        return replace(
-            self,
-            directory_sha256=None,
-            checksums=None,
-            compared=set(),
-            archives=None,
-            extent=(begin, length),
-        )
+        return replace(self, directory_sha256=None, archives=None, extent=(self.begin + offset, length))
+
+    def compare(self, offset: int, data: bytes, expected: int) -> None:
+        """Compare a whole record of this file, which was read with the metadata, with its CRC-32.
+
+        Raises:
+            SourceError: `zip.crc`.
+        """
+        if crc32(data) != expected:
+            where = f"{printable(self.name)} bytes {self.begin + offset}+{len(data)}"
+            raise SourceError(
+                "zip.crc",
+                f"{where} do not match the CRC-32 in the archive",
+                fix="copy the checkpoint again; if the original is damaged too, use an older one",
+            )
+        self.sums.matching.add(self.begin + offset)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the stream's bytes from `offset` on.
@@ -74,7 +111,7 @@ class SourceFile:
                 match its pin any more.
         """
         self._check_range(offset, len(buffer))
-        first = offset if self.extent is None else offset + self.extent[0]
+        first = self.begin + offset
         done = 0
         while done < len(buffer):
             at = first + done

@@ -34,7 +34,6 @@ from reshard_engine.pickles.nodes import (
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.trees import rewrite
 from reshard_engine.pickles.vm import parse_pickle
-from reshard_engine.storage.crc32 import crc32
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
@@ -268,13 +267,7 @@ class TorchFile:
             return self.file.read(offset, length)
         data = self.passed.get(record.offset) or self.file.read(record.offset, record.length_bytes)
         if record.crc32 is not None:
-            if crc32(data) != record.crc32:
-                name = f"data/{printable(tensor.storage.key)}"
-                raise SourceError(
-                    "zip.crc",
-                    f"{printable(self.file.name)}: record {name} does not match its CRC-32: the file is damaged",
-                )
-            self.file.compared.add(record.offset)
+            self.file.compare(record.offset, data, record.crc32)
         return data[offset - record.offset :][:length]
 
 
@@ -337,7 +330,8 @@ def _open_zip(cached: CachedFile, pickles: SharedPickles, limits: PickleLimits) 
     data = read_record(cached, entries["data.pkl"], limit_bytes=limits.stream_bytes)
     root = pickles.parse(data, limits)
     storages = {n.removeprefix("data/"): _extent(e) for n, e in entries.items() if n.startswith("data/")}
-    file = replace(cached.file, directory_sha256=_directory_sha256(directory), checksums=_checksums(directory))
+    cached.file.sums.add(_checksums(directory, cached.file.begin))
+    file = replace(cached.file, directory_sha256=_directory_sha256(directory))
     return TorchFile(file, root, storages, "zip", _passed(cached, storages))
 
 
@@ -366,7 +360,7 @@ def _small_record(cached: CachedFile, entries: Mapping[str, ZipEntry], name: str
     return read_record(cached, entry, limit_bytes=_SMALL_RECORD_BYTES)
 
 
-def _checksums(directory: ZipDirectory) -> npt.NDArray[np.int64]:
+def _checksums(directory: ZipDirectory, begin: int) -> npt.NDArray[np.int64]:
     """`[3, count]`: offset, length and CRC-32 of the records of tensors. A CRC-32 of 0 means that none was computed.
 
     Source: torch 2.13.0 `caffe2/serialize/inline_container.cc`: `set_crc32_options(False)` and `skip_data`, after
@@ -374,7 +368,7 @@ def _checksums(directory: ZipDirectory) -> npt.NDArray[np.int64]:
     `read_record` compares.
     """
     records = (e for n, e in directory.entries.items() if n.startswith("data/") and e.crc32 and e.size_bytes)
-    rows = sorted((e.data_offset, e.size_bytes, e.crc32) for e in records)
+    rows = sorted((begin + e.data_offset, e.size_bytes, e.crc32) for e in records)
     return np.ascontiguousarray(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
 

@@ -358,7 +358,6 @@ class _Records:
         return self.begins[number], self.ends[number]
 
 
-_NO_RECORDS = _Records(array("q"), array("q"), array("q"))
 _UNREAD, _MATCHES, _DAMAGED, _NOT_COMPARED = range(4)
 
 
@@ -368,17 +367,15 @@ class RecordReads:
     A byte that is read several times is summed once, so that the cost is one pass over the records that are read.
     """
 
-    def __init__(
-        self, tables: Sequence[npt.NDArray[np.int64] | None], compared: Sequence[Collection[int]] = ()
-    ) -> None:
+    def __init__(self, tables: Sequence[npt.NDArray[np.int64]], compared: Sequence[Collection[int]] = ()) -> None:
         """Create the state of all records as unread.
 
         Args:
-            tables: For each file the offset, length and CRC-32 of its records (`SourceFile.checksums`).
-            compared: For each file the offsets of records that match already (`SourceFile.compared`).
+            tables: For each file the offset, length and CRC-32 of its records (`RecordSums.table`).
+            compared: For each file the offsets of records that match already (`RecordSums.matching`).
         """
         # Of arrays, `bisect` takes a twentieth of the time of numpy's search, and a record takes 25 bytes.
-        self._tables = [_NO_RECORDS if t is None else _Records.of(t) for t in tables]
+        self._tables = [_Records.of(t) for t in tables]
         self._states = [bytearray(len(t.begins)) for t in self._tables]
         self._open: dict[tuple[int, int], _PartlyRead] = {}
         self._spans = 0

@@ -145,7 +145,7 @@ def _cut(checkpoint: Checkpoint, file: TargetFile, number: int, runs: Iterable[_
         chunks += _even(begin, run.end, most)
         offset = run.source_offset + begin - run.begin
         record_offset = 0 if run.record is None else file.template.records[run.record][0]
-        proof = _proof(checkpoint.files[run.source].checksums, offset, run.end - begin)
+        proof = _proof(checkpoint.files[run.source].sums.table, offset, run.end - begin)
         server_copies.append(ServerCopy(number, begin, run.end, run.record, record_offset, run.source, offset, proof))
         done = run.end
     chunks += _even(done, file.size_bytes, most)
@@ -160,10 +160,10 @@ def _even(begin: int, end: int, most: int) -> list[tuple[int, int]]:
     return [(low, high - low) for low, high in zip(edges, [*edges[1:], end], strict=True)] if edges else []
 
 
-def _proof(checksums: npt.NDArray[np.int64] | None, offset: int, length: int) -> RecordSum | None:
+def _proof(checksums: npt.NDArray[np.int64], offset: int, length: int) -> RecordSum | None:
     """The record that holds a range, if the rest of the record is at most half as long as the range; else None."""
-    index = -1 if checksums is None else int(np.searchsorted(checksums[0], offset, side="right")) - 1
-    if checksums is None or index < 0:
+    index = int(np.searchsorted(checksums[0], offset, side="right")) - 1
+    if index < 0:
         return None
     start, size, crc32 = checksums[:, index].tolist()
     inside = offset + length <= start + size

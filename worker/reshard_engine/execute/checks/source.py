@@ -64,11 +64,14 @@ def judge_source(checkpoint: Checkpoint, outcomes: Sequence[SourceOutcome]) -> d
 
 
 def _refuse(damaged: Sequence[str]) -> None:
-    if not damaged:
-        return
+    if damaged:
+        raise _mismatch(damaged)
+
+
+def _mismatch(damaged: Sequence[str]) -> SourceError:
     listed = ", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else "")
     count = counted(len(damaged), "record of the source does", "records of the source do")
-    raise SourceError(
+    return SourceError(
         "zip.crc",
         f"{count} not match the CRC-32 in the archive: {listed}",
         fix="copy the checkpoint again; if the original is damaged too, use an older one",
@@ -77,7 +80,7 @@ def _refuse(damaged: Sequence[str]) -> None:
 
 def record_reads(checkpoint: Checkpoint) -> RecordReads:
     """An object that compares the records of a source with their CRC-32s while they are read."""
-    return RecordReads([f.checksums for f in checkpoint.files], [f.compared for f in checkpoint.files])
+    return RecordReads([f.sums.table for f in checkpoint.files], [f.sums.matching for f in checkpoint.files])
 
 
 def refuse_damaged(checkpoint: Checkpoint, reads: RecordReads) -> None:
@@ -86,7 +89,17 @@ def refuse_damaged(checkpoint: Checkpoint, reads: RecordReads) -> None:
     Raises:
         SourceError: `zip.crc`, which lists the damaged records.
     """
-    _refuse([f"{printable(checkpoint.files[f].name)} bytes {offset}+{length}" for f, offset, length in reads.damaged])
+    _refuse(_damaged(checkpoint, reads))
+
+
+def damage_note(checkpoint: Checkpoint, reads: RecordReads) -> str | None:
+    """A note that names the records which were read and do not match their CRC-32s; None if there are none."""
+    damaged = _damaged(checkpoint, reads)
+    return f"{_mismatch(damaged).message}: these are the digests of damaged bytes" if damaged else None
+
+
+def _damaged(checkpoint: Checkpoint, reads: RecordReads) -> list[str]:
+    return [f"{printable(checkpoint.files[f].name)} bytes {offset}+{length}" for f, offset, length in reads.damaged]
 
 
 COMPLETED_BYTES = 64 << 10
@@ -95,7 +108,7 @@ COMPLETED_SHARE = 64
 
 
 def complete_records(
-    checkpoint: Checkpoint, reads: RecordReads, should_stop: Callable[[], None], *, every: bool
+    checkpoint: Checkpoint, reads: RecordReads, should_stop: Callable[[], None], *, every: bool, refuse: bool = True
 ) -> None:
     """Read what is missing of records that a run has read in part, and compare them.
 
@@ -106,6 +119,7 @@ def complete_records(
         reads: The records that the run has read.
         should_stop: Raises to stop.
         every: True to complete all records that were read in part, and not only those of which little is missing.
+        refuse: False to leave the records that do not match to `damage_note`.
 
     Raises:
         SourceError: `zip.crc`, which lists the damaged records.
@@ -118,7 +132,8 @@ def complete_records(
         for at, view in pieces_of(checkpoint.files[file].read_into, begin, end):
             should_stop()
             reads.add(file, at, view)
-    refuse_damaged(checkpoint, reads)
+    if refuse:
+        refuse_damaged(checkpoint, reads)
 
 
 def source_check(reads: RecordReads) -> SourceCheck:

@@ -345,7 +345,6 @@ class CarriedValues:
     def _add(self, tensor: PTensor, parsed: TorchFile, file: int) -> int:
         number = self._builder.tensor(f"value.{self._count}", "value", BY_NAME[tensor.dtype], tensor.shape)
         if tensor.numel:
-            begin = parsed.file.extent[0] if parsed.file.extent is not None else 0
-            offset = begin + parsed.tensor_offset(tensor)
+            offset = parsed.file.begin + parsed.tensor_offset(tensor)
             self._builder.whole(number, file=file, offset=offset, stride=tensor.stride)
         return number

@@ -222,8 +222,7 @@ class SavedBuckets:
             owners, values, open_values(self._state.files, values, self._ledger), strict=True
         ):
             where = f"dp_group_idx_{owner[1]}.{_VECTORS}"
-            extent = parsed.file.extent
-            files[owner] = VectorFile(parsed, value.part.first_file + value.entry.file, extent[0] if extent else 0)
+            files[owner] = VectorFile(parsed, value.part.first_file + value.entry.file, parsed.file.begin)
             buffers[owner] = buffers_of(only_one(parsed.root, where), where)
         fit = Fit(Run.of(common), weights, {}, {}, self.is_in_order)
         fit.check_owners(buffers)

@@ -23,7 +23,7 @@ from reshard.models.reports import FingerprintOptions, FingerprintReport
 from reshard_engine.checkpoint import OF_TRAINING, Agreement, Checkpoint, Question
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.placing import default_kernel
-from reshard_engine.execute.checks.source import complete_records, record_reads
+from reshard_engine.execute.checks.source import complete_records, damage_note, record_reads
 from reshard_engine.execute.executor import stop_check
 from reshard_engine.execute.gather import ReadItem, TensorReader
 from reshard_engine.formats.registry import format_of
@@ -78,8 +78,8 @@ def fingerprint_of(
     Args:
         checkpoint: The checkpoint.
         options: What is digested.
-        refuse_damaged: Refuse records that do not match their CRC-32. Without it a digest tells which tensors differ
-            from those of another checkpoint.
+        refuse_damaged: Refuse records that do not match their CRC-32. Without it a note names them: the digests tell
+            which tensors differ from those of another checkpoint.
         on_progress: Is told how much was read.
         should_stop: Is asked whether to stop.
 
@@ -94,8 +94,8 @@ def fingerprint_of(
     state = _State(checkpoint, weights_only=options.weights_only)
     reading = _Reading(checkpoint, state.wanted())
     reading.run(on_progress, should_stop)
-    if refuse_damaged:
-        complete_records(checkpoint, reading.records, stop_check(should_stop), every=False)
+    complete_records(checkpoint, reading.records, stop_check(should_stop), every=False, refuse=refuse_damaged)
+    damage = damage_note(checkpoint, reading.records)
     lines = state.lines(reading)
     components = {name: component_digest(lines[name]) if lines.get(name) else None for name in COMPONENTS}
     return FingerprintReport(
@@ -109,7 +109,7 @@ def fingerprint_of(
         lines={name: tuple(found) for name, found in lines.items()} if options.lines else {},
         tensors=len(reading.wanted),
         read_bytes=reading.read_bytes,
-        notes=tuple(state.notes(lines)),
+        notes=(*([damage] if damage else []), *state.notes(lines)),
         not_carried=checkpoint.not_carried,
         seconds=time.monotonic() - started,
     )
