@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings, strategies as st
 
 from house.expected import raised
@@ -125,6 +126,17 @@ class Foreign:
 
     def __init__(self) -> None:
         self.tensor = torch.ones(1000)[:2]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_is_copied(tmp_path: Path) -> None:
+    """Its files are sequences of archives without anything to spare; they were called damaged."""
+    flat = torch.arange(100_000, dtype=torch.float32)
+    dcp.save({"model": {"a": flat[10:40], "b": flat}}, checkpoint_id=tmp_path / "run", no_dist=True)
+    _slim(tmp_path / "run", tmp_path / "slim")
+    files = sorted(p.name for p in (tmp_path / "run").iterdir())
+    assert len(files) == 2
+    assert all((tmp_path / "slim" / name).read_bytes() == (tmp_path / "run" / name).read_bytes() for name in files)
 
 
 def test_objects_of_foreign_classes_stay_what_they_are(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from reshard.models.jobs import ConvertRequest
 from reshard_engine.checkpoint import FILE_STATE, Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import SharedPickles, TorchFile, add_whole_tensor, open_torch_file, place_of
+from reshard_engine.formats.dcp_files.metadata.model import SUFFIX
 from reshard_engine.formats.format import Format, Writer
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef, collector_paused, mapping_of
@@ -128,8 +129,14 @@ def _sources(location: Location) -> list[SourceFile]:
 def _is_torchs(file: SourceFile) -> bool:
     """True if a file begins as torch's do. Other zip archives and other pickles are copied as bytes.
 
-    Source: torch 2.13.0 `serialization.py` (`_save`: `data.pkl` is the first record of an archive).
+    Files of distributed checkpoints are copied, too: they are sequences of archives, and a chunk has no more storage
+    than its tensor, which torch clones before it saves it.
+
+    Source: torch 2.13.0 `serialization.py` (`_save`: `data.pkl` is the first record of an archive),
+    `distributed/checkpoint/filesystem.py` (`_write_item`).
     """
+    if file.name.endswith(SUFFIX):
+        return False
     head = file.read(0, min(_HEAD_BYTES, file.size_bytes)) if file.size_bytes else b""
     if head.startswith(_LEGACY_HEAD):
         return True
