@@ -47,7 +47,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries structure compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full share landed newest laws chaos nightly fuzz contract gpu gpu-wheels gpu-proof golden bench bench-device bench-gcs bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries structure compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full share landed newest laws chaos nightly fuzz contract digests gpu gpu-wheels gpu-proof golden bench bench-device bench-gcs bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -195,6 +195,9 @@ $(DOCS)/.ready: pyproject.toml constraints.txt
 site: $(DOCS)/.ready ## the documents as a site in site/, strict, in an environment with the docs extra alone
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 	@echo "site/index.html; to read it in a browser: python3 -m http.server --directory site 8080"
+
+digests: $(READY) ## compare plans, layouts and outputs with the record in tests/data (RECORD=1 writes it)
+	@PYTHONPATH=tests $(BIN)/python tests/laws/output_digests.py $(if $(RECORD),--record)
 
 golden: $(READY) ## accept the command line's help and all fixes as they are now
 	@RESHARD_GOLDEN=write $(PYTEST) -q -m 'full or not full' tests/packaging/test_cli_frozen.py tests/packaging/test_family_fixes.py tests/packaging/test_fixes.py tests/packaging/test_help.py
