@@ -170,7 +170,7 @@ lint: $(READY) ## ruff: rules and format
 type: $(READY) ## strict types
 	@$(BIN)/basedpyright
 
-structure: $(READY) ## how the product is cut into modules, and the bounds of that (ARGS="--before OTHER_CHECKOUT" compares)
+structure: $(READY) ## counts of modules, and no circle of imports (ARGS="--before OTHER_CHECKOUT" compares)
 	@$(BIN)/python scripts/structure.py $(ARGS)
 
 boundaries: $(READY) ## who may import whom
