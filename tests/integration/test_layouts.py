@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -781,6 +782,41 @@ def test_a_process_that_was_killed_while_it_waited_costs_no_layout() -> None:
         assert (await planned).files
 
     with_one_layout(run)
+
+
+def test_a_process_that_could_not_be_started_ahead_costs_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(engines: LayoutEngines) -> None:
+        first = used_layout(TINY, "first")
+        path = (await engines.plan(first, compare=False)).files[0].path
+        async with engines.reading(first, path, 0, 10):
+            await asyncio.to_thread(wait_until, lambda: len(layout_processes()) == 2)
+            real, failures = asyncio.create_subprocess_exec, [OSError(errno.EAGAIN, "no more processes")]
+            asked = asyncio.Event()
+
+            async def start(*words: Any, **more: Any) -> Any:
+                if failures:
+                    asked.set()
+                    raise failures.pop()
+                return await real(*words, **more)
+
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+            # It takes the process that waits. The next process cannot be started.
+            await engines.plan(used_layout(TINY, "second"), compare=False)
+            await asked.wait()
+            assert (await engines.plan(used_layout(TINY, "third"), compare=False)).files
+
+    with_engines(run)
+
+
+def test_a_layout_that_cannot_be_planned_starts_no_process_ahead(tmp_path: Path) -> None:
+    async def run(engines: LayoutEngines) -> None:
+        for number in range(3):
+            with pytest.raises(ReshardError) as caught:
+                await engines.plan(used_layout(tmp_path / "nothing", str(number)), compare=False)
+            assert caught.value.code == "source.not_found"
+            assert engines._ahead is None  # pyright: ignore[reportPrivateUsage]
+
+    with_engines(run)
 
 
 def test_an_engine_serves_only_the_layout_that_was_planned() -> None:

@@ -451,8 +451,9 @@ class _Engine:
             self._process = ahead
             try:
                 return await self._plan_in(ahead)
-            except EngineDied:
-                # Something may have killed it while it waited. A layout that kills its process kills a new one, too.
+            except (EngineDied, OSError):
+                # Something may have killed it while it waited, or it could not be started then. A layout that kills
+                # its process kills a new one, too.
                 await ahead.end()
         self._process = _LayoutProcess(self._settings)
         return await self._plan_in(self._process)
@@ -575,7 +576,7 @@ class LayoutEngines:
                         self._drop(found)
                     if self._make_room(layout):
                         begun = _Engine(self._settings, layout, self._take_ahead, compare=compare)
-                        begun.opened.add_done_callback(lambda _: self._start_ahead())
+                        begun.opened.add_done_callback(self._start_ahead)
                         self._engines[layout.id] = begun
                         return begun
                     await self._freed.wait()
@@ -627,14 +628,19 @@ class LayoutEngines:
         taken, self._ahead = self._ahead, None
         return taken
 
-    def _start_ahead(self) -> None:
+    def _start_ahead(self, opened: asyncio.Task[PlannedLayout]) -> None:
+        if opened.cancelled() or opened.exception() is not None:
+            return
         if self._ahead is not None and not self._ahead.is_alive:
             self._end(self._ahead)
             self._ahead = None
         # Layouts that are being planned need the cores. The last of them starts the process.
         planning = any(not engine.opened.done() for engine in self._engines.values())
         if self._engines and not planning and self._ahead is None:
-            self._ahead = _LayoutProcess(self._settings)
+            try:
+                self._ahead = _LayoutProcess(self._settings)
+            except OSError as error:
+                logger.warning("no process was started ahead of the next layout: %s", error)
 
     def _end_unneeded(self) -> None:
         if not self._engines and (ahead := self._take_ahead()) is not None:
