@@ -17,25 +17,17 @@ Source: transformers 5.23.0 `trainer_jit_checkpoint.py`.
 
 
 class TargetFormat(StrEnum):
-    """The formats that a conversion can write."""
+    """The names of the formats that reshard itself writes. `reshard.targets` says what each contains."""
 
     UNIVERSAL = "universal"
-    """DeepSpeed universal checkpoint: one file per parameter and optimizer state."""
     SAFETENSORS = "safetensors"
-    """Consolidated weights, safetensors with a Hugging Face index."""
     TORCH = "torch"
-    """Consolidated weights, `pytorch_model.bin` with a Hugging Face index."""
     ZERO = "zero"
-    """DeepSpeed's own files for a given layout: plain `engine.load_checkpoint` resumes."""
     PEFT = "peft"
-    """One LoRA adapter as PEFT saves it: `adapter_model.safetensors` and `adapter_config.json`."""
     FSDP_RANKS = "fsdp_ranks"
     MEGATRON = "megatron"
-    """One file for each rank of FSDP2, as verl, SkyRL and Accelerate without DCP load them."""
     TORCH_CHECKPOINTING = "torch_checkpointing"
-    """Items of ranks of FSDP2, as torch_checkpointing saves them."""
     SLIM = "slim"
-    """The source's files, with torch files cut to the parts of storages that their tensors use (`reshard slim`)."""
 
 
 CARD_TARGETS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH, TargetFormat.PEFT)

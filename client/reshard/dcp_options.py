@@ -14,6 +14,7 @@ from reshard.choices import ParamOrder
 from reshard.installed_formats import InstalledFormat
 from reshard.option import Option, Place
 from reshard.options import FormatOptions, is_none
+from reshard.targets import Target
 
 
 class Framework(StrEnum):
@@ -101,8 +102,19 @@ DCP = InstalledFormat(
     name="dcp",
     implementation="reshard_engine.formats.dcp.format:Dcp",
     targets={
-        "dcp": "PyTorch distributed checkpoint: FSDP, torchtitan, Accelerate, Trainer, Lightning",
-        "torch_save": "torch.save: one file, or full files of Accelerate, the Trainer, torchtune (--framework)",
+        "dcp": Target(
+            name="dcp",
+            label="FSDP and torchtitan (DCP)",
+            contains="PyTorch distributed checkpoint: FSDP, torchtitan, Accelerate, Trainer, Lightning (--framework)",
+            use="FSDP (DCP)",
+            also=("fsdp", "fsdp2", "distcp"),
+            ending="fsdp",
+        ),
+        "torch_save": Target(
+            name="torch_save",
+            label="One file of torch.save",
+            contains="torch.save: one file, or full files of Accelerate, the Trainer, torchtune (--framework)",
+        ),
     },
     options=DcpOptions,
 )

@@ -17,7 +17,7 @@ from reshard.choices import TargetFormat
 from reshard.declared import Declared, declared_options, options_of_layout, options_of_source, present_names
 from reshard.draw.layout import Picture
 from reshard.errors import SEE_HELP, JobError, RequestError, printable
-from reshard.installed_formats import nested
+from reshard.installed_formats import nested, target_names
 from reshard.local import VirtualCheckpoint, load_client, load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, VerifyReport
 from reshard.models.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
@@ -59,6 +59,14 @@ def keywords() -> dict[str, str]:
     return {"url": "source", **{o.field: o.name for o in declared_options().values() if o.name != o.field}}
 
 
+_ONE_OF_TARGETS = "by a name of `reshard.targets`."
+"""What docstrings have in place of the names of all targets."""
+
+
+def _targets() -> str:
+    return "one of " + ", ".join(f"`{name}`" for name in target_names()) + "."
+
+
 def takes_keywords(options: Mapping[str, Declared]) -> Callable[[FunctionT], FunctionT]:
     """Give a function that takes these options as `**given` a signature and a docstring that list them.
 
@@ -68,7 +76,7 @@ def takes_keywords(options: Mapping[str, Declared]) -> Callable[[FunctionT], Fun
 
     def listing(function: FunctionT) -> FunctionT:
         # Python 3.13 takes the indentation out of docstrings when it compiles them; with -OO there are none.
-        own, text = signature(function), cleandoc(function.__doc__ or "")
+        own, text = signature(function), cleandoc(function.__doc__ or "").replace(_ONE_OF_TARGETS, _targets())
         begin = text.find(_LISTED)
         made = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=o.default, annotation=_type_of(name, o))
@@ -207,7 +215,7 @@ def plan(
     Args:
         source: A checkpoint, as for `inspect`.
         target: The target; for `universal` and `zero`, the tag directory.
-        to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
+        to: The format to write, by a name of `reshard.targets`.
         **given: The options, as the flags of `reshard convert`.
         options: Options of formats of other packages, by format.
         out: A file to save the plan in: `convert(plan=...)` runs exactly that.
@@ -268,7 +276,7 @@ def convert(
     Args:
         source: A checkpoint, as for `inspect`.
         target: The target; for `universal` and `zero`, the tag directory.
-        to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
+        to: The format to write, by a name of `reshard.targets`.
         **given: The options, as the flags of `reshard convert`.
         plan: A file of `plan(out=...)` or `reshard plan --out`, in place of `source`, `target`, `to` and the
             options that decide bytes. A conversion that would be another one now is refused (`request.plan_changed`).

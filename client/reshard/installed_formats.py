@@ -17,10 +17,10 @@ from typing import Annotated, Any, cast, get_args
 from pydantic import AliasChoices, BeforeValidator, Field, GetCoreSchemaHandler, create_model
 from pydantic.fields import FieldInfo
 
-from reshard.choices import TargetFormat
 from reshard.errors import RequestError, printable
 from reshard.option import Option
 from reshard.options import ConversionOptions, FormatOptions, Options, SourceSpec
+from reshard.targets import TARGETS, Target
 from reshard.wire_model import WireModel
 
 ENTRY_POINT_GROUP = "reshard.formats"
@@ -46,8 +46,8 @@ class InstalledFormat:
     """The format's name: lower-case letters, digits and `_`. Requests nest the options of the format under it."""
     implementation: str
     """`package.module:Class` of a `reshard_engine.formats.format.Format`; the engine imports it."""
-    targets: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The targets that the format can write, by the name that `--to` takes; each with a line of help."""
+    targets: Mapping[str, str | Target] = field(default_factory=dict[str, str | Target])
+    """The targets that the format can write, by the name that `--to` takes: each with a line of help, or its record."""
     options: type[FormatOptions] | None = None
     """The options that the format adds to a conversion. Each is a flag of the command line and a field of requests."""
 
@@ -76,9 +76,19 @@ def installed_formats() -> tuple[InstalledFormat, ...]:
     return tuple(found)
 
 
+def known_targets() -> dict[str, Target]:
+    """The records of all targets that this installation knows, by name: reshard's own, then those of packages."""
+    brought = (pair for f in installed_formats() for pair in f.targets.items())
+    return {t.name: t for t in TARGETS} | {name: _record(name, told) for name, told in brought}
+
+
+def _record(name: str, told: str | Target) -> Target:
+    return told if isinstance(told, Target) else Target(name=name, label=told, contains=told)
+
+
 def target_names() -> tuple[str, ...]:
-    """The names of all targets that this installation knows: reshard's own, then those of other packages."""
-    return (*(t.value for t in TargetFormat), *(name for f in installed_formats() for name in f.targets))
+    """The names of all targets that this installation knows."""
+    return tuple(known_targets())
 
 
 def plain_kind(info: FieldInfo) -> type | None:
@@ -104,7 +114,9 @@ def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
         return "its name and those of its targets are lower-case letters, digits and _"
     if new.name in (*BUILT_IN, *(f.name for f in others)):
         return f"another format is called {new.name}"
-    targets = {*(t.value for t in TargetFormat), *(name for f in others for name in f.targets)}
+    targets = {*(t.name for t in TARGETS), *(name for f in others for name in f.targets)}
+    if odd := [n for n, told in new.targets.items() if isinstance(told, Target) and told.name != n]:
+        return f"the record of its target {odd[0]} has another name"
     if taken := sorted(targets & {*new.targets}):
         return f"another format writes the target {taken[0]}"
     if new.options is None:

@@ -28,23 +28,13 @@ if TYPE_CHECKING:
     from reshard.declared import Declared
     from reshard.models.jobs import ConvertRequest, PlanSummary
     from reshard.options import SourceSpec
+    from reshard.targets import Target
 
 
 # Options with a closed list of values: they take what people type, and suggest the value that was meant.
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
-TARGET_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("ucp", "deepspeed-universal"), "universal"),
-    **dict.fromkeys(("hf", "huggingface", "transformers"), "safetensors"),
-    **dict.fromkeys(("pytorch", "pt"), "torch"),
-    **dict.fromkeys(("deepspeed", "native"), "zero"),
-    **dict.fromkeys(("fsdp", "fsdp2", "distcp"), "dcp"),
-    "lora": "peft",
-    "fsdp-ranks": "fsdp_ranks",
-    "torch-checkpointing": "torch_checkpointing",
-}
-"""Other names of targets that mean one of ours and no other. A misspelling is none: it is asked back."""
 _WITH_FRAMEWORKS = {
     name: f"--to dcp --framework {name} (FSDP), or --to zero --dp N (DeepSpeed)"
     for name in ("accelerate", "trainer", "lightning")
@@ -105,7 +95,6 @@ def _completion(values: tuple[str, ...]) -> Callable[[str], list[str]]:
     return complete
 
 
-_TARGETS = "|".join(TargetFormat)
 _OF_FORMATS = "options_of_formats"
 _GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("_GIVEN")
 """The flags of the command that runs, by their names."""
@@ -120,7 +109,7 @@ def target_name(text: str) -> str:
     """
     if text in tuple(TargetFormat):
         return text
-    return target_among(_target_names(), text)
+    return target_among(tuple(_known_targets()), text)
 
 
 def target_among(names: Sequence[str], text: str) -> str:
@@ -133,10 +122,14 @@ def target_among(names: Sequence[str], text: str) -> str:
     word = text.strip().lower()
     if word not in names and (fix := TARGET_FIXES.get(word)) is not None:
         raise RequestError("request.invalid", f"--to {word} is not a target", fix=fix)
-    value = chosen(text, names, TARGET_NAMES)
+    value = chosen(text, names, {other: t.name for t in _known_targets().values() for other in t.also})
     if value != text.strip().lower():
         sys.stderr.write(f"--to {printable(text, max_chars=64)}: taken as {value}\n")
     return value
+
+
+def _complete_target(incomplete: str) -> list[str]:
+    return [name for name in _known_targets() if name.startswith(incomplete)]
 
 
 _ToFlag = Annotated[
@@ -144,8 +137,9 @@ _ToFlag = Annotated[
     typer.Option(
         "--to",
         parser=target_name,
-        metavar=_TARGETS,
-        help="Format to write; `universal` fits any number of ranks, `zero` one layout, the others hold weights.",
+        metavar="FORMAT",
+        autocompletion=_complete_target,
+        help="Format to write, one of those below.",
         rich_help_panel=TARGET,
     ),
 ]
@@ -267,10 +261,10 @@ def _declared() -> Any:
     return declared
 
 
-def _target_names() -> tuple[str, ...]:
-    from reshard.installed_formats import target_names
+def _known_targets() -> dict[str, Target]:
+    from reshard.installed_formats import known_targets
 
-    return target_names()
+    return known_targets()
 
 
 def _models() -> Any:
@@ -307,13 +301,13 @@ class OptionsCommand(HelpedCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """As `params`, with the flags of formats of other packages behind the others."""
-        found = super().get_params(ctx)
+        found: list[Any] = super().get_params(ctx)
         taken = _taken_by(self)
         if not any(issubclass(kind, ConversionFlags) for kind, _ in taken.values()):
             return found
         for parameter in found:
             if parameter.name == "to":
-                parameter.metavar = "|".join(_target_names())
+                parameter.targets = _known_targets()
         return [*found, *self._flags(of_others=True)]
 
     def invoke(self, ctx: Any) -> Any:

@@ -423,6 +423,8 @@ class HelpedCommand(TyperCommand):
         _section(formatter, "Arguments", [(_named(p), p.help or "") for p in arguments])
         for heading, found in _by_section(parameters):
             _section(formatter, heading, [_option_row(p) for p in found])
+            for targets in (p.targets for p in found if hasattr(p, "targets")):
+                _section(formatter, "Formats (--to)", [(t.name, f"{t.contains}.") for t in targets.values()])
 
 
 _MEANT = {

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from reshard.choices import POINTERS, TargetFormat
 from reshard.draw.layout import render
 from reshard.errors import counted, format_size, printable
+from reshard.targets import TARGETS
 
 if TYPE_CHECKING:
     from reshard.models.jobs import (
@@ -256,15 +257,8 @@ _MORE_RANKS = {
     "zero --pp": "Pipeline parallelism",
     "zero --ep": "Expert parallelism",
 }
-_LABELS = {
-    "universal": "DeepSpeed universal",
-    DISTRIBUTED: "FSDP (DCP)",
-    TargetFormat.MEGATRON: "Megatron-core",
-    TargetFormat.SAFETENSORS: "Weights",
-    TargetFormat.TORCH: "Weights",
-    TargetFormat.PEFT: "LoRA adapter",
-}
-"""The use of each target, in the order in which targets are shown."""
+_FIRST = ("universal", DISTRIBUTED, "megatron", "safetensors", "torch", "peft")
+"""The targets in the order in which they are shown, before those of other packages."""
 _OF_RANKS = tuple(f"{to} --dp" for to in (TargetFormat.FSDP_RANKS, TargetFormat.TORCH_CHECKPOINTING))
 
 
@@ -278,6 +272,8 @@ def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[s
         found: What was found in it.
         said: The flags that say which checkpoint of the source it is.
     """
+    from reshard.installed_formats import known_targets  # it loads pydantic, which `reshard --help` does not need
+
     place, here = shlex.quote(source), not remote(source)
     examples = {t.name: t.example for t in found.targets if t.possible and t.example}
     commands: list[tuple[str, str]] = []
@@ -299,7 +295,8 @@ def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[s
         commands.append((_RESUME, f"convert {place} DST {flags}"))
     if TargetFormat.SAFETENSORS in examples:
         examples.pop(TargetFormat.TORCH, None)
-    labels = _MORE_RANKS | _LABELS
+    known = known_targets()
+    labels = _MORE_RANKS | {name: known[name].use for name in _FIRST if name in known}
     others = {name: name for name in examples if name not in labels and not name.startswith("zero")}
     for name, label in (labels | others).items():
         if name in examples:
@@ -317,9 +314,6 @@ def followed(source: str, tag: str | None) -> str | None:
     return f"followed `{pointers[0]}`: {printable(source)} has no `{POINTERS[0]}`"
 
 
-_OF_TAGS = (TargetFormat.UNIVERSAL, TargetFormat.ZERO)
-
-
 def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
     """The lines that say what a user does next with a target that has these files.
 
@@ -333,7 +327,7 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
     whole = "'DIR'" if away else repr(printable(target))
     save, name = ("'DIR'" if away else repr(printable(directory or "."))), repr(printable(tag))
     # DeepSpeed looks for the directory of the tag in the directory that the script names.
-    place = f"DIR/{printable(tag)}" if to in _OF_TAGS else "DIR"
+    place = f"DIR/{printable(tag)}" if any(t.name == to and t.is_tag for t in TARGETS) else "DIR"
     calls = {
         TargetFormat.UNIVERSAL: [_UNIVERSAL, f"in the script: engine.load_checkpoint({save}, tag={name})"],
         TargetFormat.ZERO: [f"in the script: engine.load_checkpoint({save}, tag={name})"],

@@ -21,6 +21,7 @@ from reshard.choices import TokenScope
 from reshard.declared import declared_options
 from reshard.draw.layout import render as drawn
 from reshard.errors import JobError, RequestError, ReshardError
+from reshard.installed_formats import known_targets
 from reshard.models.jobs import Inspection, Job, PlanSummary, PossibleTarget, SubmitRequest
 from reshard.models.reports import LayoutPair
 from reshard.option import parse_size
@@ -157,8 +158,6 @@ _STEP = re.compile(r"(?:global_?step|checkpoint|step|epoch|iter)[-_]?\d+", re.IG
 """Names of the directories that frameworks make for each checkpoint within the directory of a run."""
 
 
-_ENDINGS = {"zero": "deepspeed", "safetensors": "weights", "torch": "weights", "peft": "adapter", "dcp": "fsdp"}
-_WITH_TAGS = {"zero", "universal"}
 IN_MORE = ("overwrite", "exclude_frozen", "opaque", "memory_limit", "max_workers", "priority", "labels", _REST)
 """The fields that the form shows under "More options"."""
 
@@ -178,8 +177,11 @@ def suggested_target(found: Inspection, to: str, roots: Roots) -> str:
     if _STEP.fullmatch(name) or name == found.tag:
         run, tag = parent, name
         parent, _, name = run.rpartition("/")
-    ending = f"_{_ENDINGS.get(to, to or 'converted')}"
-    last = f"{name}{ending}/{tag}" if tag and to in _WITH_TAGS else f"{name}{tag and '_'}{tag}{ending}"
+    target = known_targets().get(to)
+    ending = f"_{(target is not None and target.ending) or to or 'converted'}"
+    last = (
+        f"{name}{ending}/{tag}" if tag and target is not None and target.is_tag else f"{name}{tag and '_'}{tag}{ending}"
+    )
     writable = tuple(map(normalized_url, roots.writable or roots.urls))
     # `s3:/` and the root of a machine are not places for a checkpoint.
     places = [parent] if parent and not parent.endswith(":/") else []

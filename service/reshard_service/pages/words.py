@@ -9,22 +9,10 @@ from typing import Any, cast
 from reshard.choices import JobState, TargetFormat
 from reshard.declared import declared_options
 from reshard.errors import counted, format_size
-from reshard.installed_formats import installed_formats
+from reshard.installed_formats import known_targets
 from reshard.models.jobs import ConvertRequest
 from reshard.option import parse_size
 
-_TARGETS = {
-    TargetFormat.ZERO.value: "DeepSpeed, for N GPUs",
-    TargetFormat.UNIVERSAL.value: "DeepSpeed universal checkpoint, for any number of GPUs",
-    TargetFormat.SAFETENSORS.value: "Weights (safetensors, as Hugging Face has them)",
-    TargetFormat.TORCH.value: "Weights (pytorch_model.bin)",
-    TargetFormat.PEFT.value: "LoRA adapter (PEFT)",
-    TargetFormat.FSDP_RANKS.value: "A file for each rank of FSDP2 (verl, SkyRL, Accelerate)",
-    TargetFormat.TORCH_CHECKPOINTING.value: "Items of ranks of FSDP2 (torch_checkpointing)",
-    TargetFormat.SLIM.value: "The same files without unused bytes",
-    "dcp": "FSDP and torchtitan (DCP)",
-    "torch_save": "One file of torch.save",
-}
 _FORMATS = {
     "deepspeed": "DeepSpeed", "dcp": "DCP", "torch": "PyTorch", "peft": "PEFT", "zero": "ZeRO", "fsdp": "FSDP",
     "torch_checkpointing": "torch_checkpointing", "skyrl": "SkyRL", "accelerate": "Accelerate",
@@ -52,10 +40,9 @@ _SIZED = {option.field for option in _OPTIONS.values() if option.option.parse is
 
 
 def target_name(to: str) -> str:
-    """The name of a target; of one that another package brings, what that says of it."""
-    if to in _TARGETS:
-        return _TARGETS[to]
-    return next((f.targets[to] for f in installed_formats() if to in f.targets), to)
+    """The name of a target for people; that of a target that nobody knows here is its name in requests."""
+    target = known_targets().get(to)
+    return to if target is None else target.label
 
 
 def target_of(request: ConvertRequest) -> str:

@@ -1,0 +1,101 @@
+"""The formats that a conversion writes, as users meet them: names, contents, and where each has its place.
+
+The help of commands, documents, docstrings, the dashboard and errors are made of these records. The module imports
+nothing but the standard library, because `--help` needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One format that `--to` names."""
+
+    name: str
+    label: str
+    """A few words for lists and forms."""
+    contains: str
+    """What is written, and what loads it: a clause without a full stop."""
+    use: str = ""
+    """What it is good for, in two or three words, as `inspect` lists what a checkpoint can become."""
+    also: tuple[str, ...] = ()
+    """Other names that mean this target and no other. A misspelling is none: it is asked back."""
+    is_tag: bool = False
+    """True if the last name of the target's directory is a tag of DeepSpeed, beside which `latest` lies."""
+    is_weights: bool = False
+    """True if it holds weights alone, and nothing of the state of a training run."""
+    ending: str = ""
+    """The word at the end of the names that are suggested for it; empty for its own name."""
+
+
+TARGETS = (
+    Target(
+        name="universal",
+        label="DeepSpeed universal checkpoint, for any number of GPUs",
+        contains="DeepSpeed universal checkpoint: a file for each parameter and state, for any layout",
+        use="DeepSpeed universal",
+        also=("ucp", "deepspeed-universal"),
+        is_tag=True,
+    ),
+    Target(
+        name="safetensors",
+        label="Weights (safetensors, as Hugging Face has them)",
+        contains="weights in safetensors files, as from_pretrained of transformers loads them",
+        use="Weights",
+        also=("hf", "huggingface", "transformers"),
+        is_weights=True,
+        ending="weights",
+    ),
+    Target(
+        name="torch",
+        label="Weights (pytorch_model.bin)",
+        contains="weights in pytorch_model.bin",
+        use="Weights",
+        also=("pytorch", "pt"),
+        is_weights=True,
+        ending="weights",
+    ),
+    Target(
+        name="zero",
+        label="DeepSpeed, for N GPUs",
+        contains="DeepSpeed's own files for one layout (--dp, --tp, --pp, --ep)",
+        also=("deepspeed", "native"),
+        is_tag=True,
+        ending="deepspeed",
+    ),
+    Target(
+        name="peft",
+        label="LoRA adapter (PEFT)",
+        contains="one LoRA adapter, as PEFT loads it",
+        use="LoRA adapter",
+        also=("lora",),
+        is_weights=True,
+        ending="adapter",
+    ),
+    Target(
+        name="fsdp_ranks",
+        label="A file for each rank of FSDP2 (verl, SkyRL, Accelerate)",
+        contains="a file for each rank of FSDP2, as verl, SkyRL and Accelerate without DCP load them",
+        also=("fsdp-ranks",),
+    ),
+    Target(
+        name="megatron",
+        label="Megatron-core, for any number of GPUs",
+        contains="Megatron-core's distributed checkpoint (torch_dist), or its files for one layout",
+        use="Megatron-core",
+    ),
+    Target(
+        name="torch_checkpointing",
+        label="Items of ranks of FSDP2 (torch_checkpointing)",
+        contains="items of ranks of FSDP2, as torch_checkpointing loads them",
+        also=("torch-checkpointing",),
+    ),
+    Target(
+        name="slim",
+        label="The same files without unused bytes",
+        contains="SRC's files, with torch files without bytes that no tensor uses (reshard slim)",
+    ),
+)
+"""The targets of reshard itself, in the order of `TargetFormat`. Formats of packages bring theirs."""
