@@ -401,6 +401,29 @@ def test_a_damaged_record_of_a_dcp_save_ends_the_conversion(to: str, dcp_save: P
             shutil.rmtree(damaged)
 
 
+def test_a_damaged_step_leaves_all_but_the_training_state(dcp_save: Path, tmp_path: Path) -> None:
+    """A step of Adam is read with the metadata: it is named, and weights can still be rescued."""
+    steps = [(path, offset) for path, offset, length in records_of_dcp(dcp_save) if length == 4]
+    assert len(steps) >= 4
+    damaged = shutil.copytree(dcp_save, tmp_path / "damaged")
+    flip_quietly(damaged / steps[0][0].name, steps[0][1])
+    options: dict[str, Any] = {"progress": False, "model_key": "model"}
+    reshard.convert(dcp_save, tmp_path / "whole", to="safetensors", **options)
+    reshard.convert(damaged, tmp_path / "weights", to="safetensors", **options)
+    weights = "model.safetensors"
+    assert (tmp_path / "weights" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert reshard.inspect(damaged).format == reshard.inspect(dcp_save).format
+    (note,) = [n for n in reshard.fingerprint(damaged, progress=False).notes if "CRC-32" in n]
+    assert note.startswith("1 record of the source does not match the CRC-32 in the archive: ")
+    with pytest.raises(SourceError) as caught:
+        reshard.convert(damaged, tmp_path / "training", to="dcp", progress=False)
+    assert caught.value.code == "zip.crc"
+    with reshard.open_layout(damaged, to="dcp", compare=False) as layout:
+        with pytest.raises(SourceError) as read:
+            layout.read(layout.files[0].path)
+        assert read.value.code == "zip.crc"
+
+
 def test_a_damaged_descriptor_of_a_dcp_save_ends_the_conversion(dcp_save: Path, tmp_path: Path) -> None:
     """The CRC-32 of a chunk is read from the bytes after it, which may be the damaged ones."""
     for path, offset, length in records_of_dcp(dcp_save)[:6]:

@@ -329,7 +329,7 @@ def test_files_that_were_written_again_are_not_those_that_were_to_go(tmp_path: P
     assert load_engine().steps(str(run)).removing == ("checkpoint-3",)
     again = place / "global_step3" / "mp_rank_00_model_states.pt"
     os.utime(again, ns=(1, 1))
-    assert "goes: checkpoint-3 (its removal has begun)" in pruned(run, *words[2:])
+    assert "goes: the rest of checkpoint-3, whose removal has begun" in pruned(run, *words[2:])
     assert list((place / "global_step3").iterdir()) == [again]
     assert (place / "model.safetensors").exists()
 

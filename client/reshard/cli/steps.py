@@ -138,7 +138,7 @@ def _agreed(shown: PruneReport) -> bool:
 def decision_lines(shown: PruneReport) -> Iterator[str]:
     """A line for each checkpoint: what becomes of it and why, then the sums."""
     for name in shown.finished:
-        yield f"goes: {printable(name)} (its removal has begun)"
+        yield f"goes: the rest of {printable(name)}, whose removal has begun"
     for found in shown.decisions:
         what = f"stays: {printable(found.name)} ({printable(found.kept_for)})" if found.kept_for else ""
         part = "training state of " if shown.weights_only else ""

@@ -365,7 +365,7 @@ class SourceCheck(WireModel):
         notes = (
             (self.in_part, f"{self.in_part:,} read in part"),
             (unread, f"{unread:,} not read"),
-            (other, f"{_percent(other, self.read_bytes)} of the bytes, which have no CRC-32"),
+            (other, f"{_percent(other, self.read_bytes)} of the bytes, which lie outside of such records"),
         )
         left = ", ".join(text for number, text in notes if number)
         verb = "was" if self.matching == 1 else "were"

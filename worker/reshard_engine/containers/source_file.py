@@ -34,6 +34,8 @@ class RecordSums:
         self._tables = [np.zeros((3, 0), np.int64)]
         self.matching: set[int] = set()
         """Offsets of small records that were read with the metadata, and that match their CRC-32."""
+        self.damaged: dict[int, int] = {}
+        """Lengths of those that do not match, by their offsets."""
 
     def add(self, table: npt.NDArray[np.int64]) -> None:
         """Add records, a column for each: offset, length, CRC-32. Those that are known already count once."""
@@ -91,17 +93,12 @@ class SourceFile:
     def compare(self, offset: int, data: bytes, expected: int) -> None:
         """Compare a whole record of this file, which was read with the metadata, with its CRC-32.
 
-        Raises:
-            SourceError: `zip.crc`.
+        The outcome is noted: whoever takes the record refuses it, and `inspect` can still describe the rest.
         """
-        if crc32(data) != expected:
-            where = f"{printable(self.name)} bytes {self.begin + offset}+{len(data)}"
-            raise SourceError(
-                "zip.crc",
-                f"{where} do not match the CRC-32 in the archive",
-                fix="copy the checkpoint again; if the original is damaged too, use an older one",
-            )
-        self.sums.matching.add(self.begin + offset)
+        if crc32(data) == expected:
+            self.sums.matching.add(self.begin + offset)
+        else:
+            self.sums.damaged[self.begin + offset] = len(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the stream's bytes from `offset` on.

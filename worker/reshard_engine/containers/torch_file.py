@@ -256,11 +256,7 @@ class TorchFile:
         return self.storage_extent(tensor.storage).offset + tensor.offset * BY_NAME[tensor.dtype].itemsize_bytes
 
     def read_scalar_bytes(self, tensor: PTensor) -> bytes:
-        """Read the bytes of a tensor with one element. A small record is read whole, and compared with its CRC-32.
-
-        Raises:
-            SourceError: `zip.crc`.
-        """
+        """Read the bytes of a tensor with one element. A small record is read whole, and compared with its CRC-32."""
         offset, length = self.tensor_offset(tensor), BY_NAME[tensor.dtype].itemsize_bytes
         record = self.storages[tensor.storage.key]
         if record.length_bytes > _SMALL_RECORD_BYTES:

@@ -367,12 +367,18 @@ class RecordReads:
     A byte that is read several times is summed once, so that the cost is one pass over the records that are read.
     """
 
-    def __init__(self, tables: Sequence[npt.NDArray[np.int64]], compared: Sequence[Collection[int]] = ()) -> None:
+    def __init__(
+        self,
+        tables: Sequence[npt.NDArray[np.int64]],
+        compared: Sequence[Collection[int]] = (),
+        damaged: Sequence[Collection[int]] = (),
+    ) -> None:
         """Create the state of all records as unread.
 
         Args:
             tables: For each file the offset, length and CRC-32 of its records (`RecordSums.table`).
             compared: For each file the offsets of records that match already (`RecordSums.matching`).
+            damaged: For each file the offsets of records that are known not to match (`RecordSums.damaged`).
         """
         # Of arrays, `bisect` takes a twentieth of the time of numpy's search, and a record takes 25 bytes.
         self._tables = [_Records.of(t) for t in tables]
@@ -387,13 +393,25 @@ class RecordReads:
         self.other_bytes = 0
         """Bytes that were read outside of records with a CRC-32; those read twice count twice."""
         self._abandoned_bytes = 0
-        for table, states, offsets in zip(self._tables, self._states, compared, strict=False):
-            for offset in offsets:
-                number = bisect_left(table.begins, offset)
-                if number < len(states) and table.begins[number] == offset:
-                    states[number] = _MATCHES
-                    self.matching += 1
-                    self.matching_bytes += table.ends[number] - offset
+        for file, offsets in enumerate(compared):
+            for number in self._numbers(file, offsets):
+                self._states[file][number] = _MATCHES
+                begin, end = self._tables[file].span(number)
+                self.matching += 1
+                self.matching_bytes += end - begin
+        for file, offsets in enumerate(damaged):
+            for number in self._numbers(file, offsets):
+                self._states[file][number] = _DAMAGED
+                begin, end = self._tables[file].span(number)
+                self.damaged.append((file, begin, end - begin))
+
+    def _numbers(self, file: int, offsets: Collection[int]) -> Iterator[int]:
+        """The numbers of the records that begin at these offsets."""
+        begins = self._tables[file].begins
+        for offset in sorted(offsets):
+            number = bisect_left(begins, offset)
+            if number < len(begins) and begins[number] == offset:
+                yield number
 
     @property
     def records(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from reshard.choices import ReplicaPolicy
 from reshard.errors import SourceError, counted, printable
+from reshard.installed_formats import known_targets
 from reshard.models.jobs import SourceCheck
 from reshard_engine.checkpoint import Agreement, Checkpoint
 from reshard_engine.containers.source_file import SourceFile
@@ -78,9 +79,17 @@ def _mismatch(damaged: Sequence[str]) -> SourceError:
     )
 
 
-def record_reads(checkpoint: Checkpoint) -> RecordReads:
-    """An object that compares the records of a source with their CRC-32s while they are read."""
-    return RecordReads([f.sums.table for f in checkpoint.files], [f.sums.matching for f in checkpoint.files])
+def record_reads(checkpoint: Checkpoint, *, to: str | None = None) -> RecordReads:
+    """An object that compares the records of a source with their CRC-32s while they are read.
+
+    Args:
+        checkpoint: The source.
+        to: The target; None for no target. Weights take no small record that was read with the metadata, such as a
+            step of Adam, so that it may be damaged.
+    """
+    sums, target = [f.sums for f in checkpoint.files], known_targets().get(to or "")
+    damaged = () if target is not None and target.is_weights else [s.damaged for s in sums]
+    return RecordReads([s.table for s in sums], [s.matching for s in sums], damaged)
 
 
 def refuse_damaged(checkpoint: Checkpoint, reads: RecordReads) -> None:

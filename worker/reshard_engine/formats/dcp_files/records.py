@@ -97,6 +97,8 @@ class _Head:
     data_bytes: int
     record: tuple[int, int] | None = None
     """(offset, length) of the zip record that holds the data, if its CRC-32 stands in a descriptor after it."""
+    crc32: int = 0
+    """That CRC-32; 0 if none is known."""
     kind: Global | None = None
     """The class of a tensor that is made of others, of which the head has what comes before the first one's data."""
 
@@ -121,6 +123,8 @@ class _Finder:
         self._group: list[int] = group.reshape(-1).tolist()
         self._first = first.tolist()
         self._heads: list[_Head] = []
+        self._own_heads: dict[int, _Head] = {}
+        """By row, of the records that are not as the first of their kind."""
         self._crc32 = np.zeros(count, dtype=np.int64)
         """By row, from the descriptor after the data; 0 where none is known."""
 
@@ -134,9 +138,9 @@ class _Finder:
         rows_of = {id(part): (at, members) for part, at, members in spans}
         compared = open_all([part for part, _, _ in spans], lambda part: self._compare(part, *rows_of[id(part)]))
         for row in sorted({row for different in compared for row in different}):
-            # The parse adds the CRC-32.
-            self._crc32[row] = 0
-            self._take(row, self._parsed(self._part(row), row))
+            head = self._own_heads[row] = self._parsed(self._part(row), row)
+            self._crc32[row] = head.crc32
+            self._take(row, head)
         self._add_sums()
         return self._found
 
@@ -144,6 +148,8 @@ class _Finder:
         """Tell the files the CRC-32s of the chunks' data, and compare those of the scalars."""
         records = self._records
         places = np.array([h.record or (0, 0) for h in self._heads], dtype=np.int64)[self._group]
+        for row, head in self._own_heads.items():
+            places[row] = head.record or (0, 0)
         table = np.stack([records.offset + places[:, 0], places[:, 1], self._crc32])
         known = np.flatnonzero(self._crc32)
         known = known[np.argsort(records.file[known], kind="stable")]
@@ -151,8 +157,7 @@ class _Finder:
         for file, rows in zip(files.tolist(), np.split(known, first[1:].tolist()), strict=False):
             self._files[int(file)].sums.add(table[:, rows])
         for row, data in self._found.scalars.items():
-            record, expected = self._heads[self._group[row]].record, int(self._crc32[row])
-            if record is None or not expected or record[1] != len(data):
+            if not (expected := int(self._crc32[row])) or int(table[1, row]) != len(data):
                 continue
             self._files[int(records.file[row])].compare(int(table[0, row]), data, expected)
 
@@ -176,8 +181,10 @@ class _Finder:
             return _Head(part.read(0, data_at), None, 0, kind=tensor.kind)
         data_at = parsed.tensor_offset(tensor)
         stride = None if is_packed(tensor.shape, tensor.stride) else tensor.stride
-        record = _described(part, parsed.storage_extent(tensor.storage)) if tensor.numel else None
-        return _Head(part.read(0, data_at), stride, tensor.numel * kind.dtype.itemsize_bytes, record)
+        extent = parsed.storage_extent(tensor.storage)
+        record = _described(part, extent) if tensor.numel else None
+        crc = extent.crc32 or 0 if record is not None else 0
+        return _Head(part.read(0, data_at), stride, tensor.numel * kind.dtype.itemsize_bytes, record, crc)
 
     def _wanted(self) -> Iterator[tuple[int, int, int, int]]:
         """File, begin, end and row of every head; and of every tail, with the complement `~row`. In file order."""

@@ -270,15 +270,15 @@ class _Maker:
     """Makes bytes of the files of a layout from the source's extents, for several threads at once."""
 
     def __init__(
-        self, checkpoint: Checkpoint, files: Sequence[TargetFile], policy: OverflowPolicy, *, exact: bool
+        self, checkpoint: Checkpoint, files: Sequence[TargetFile], request: ConvertRequest, *, exact: bool
     ) -> None:
         self._checkpoint = checkpoint
         self._files = files
-        self._policy = policy
+        self._policy = request.on_overflow
         self._sums = _RecordSums(self) if exact else None
         self._lock = threading.Lock()
         self._idle: list[TensorReader] = []
-        self._records = record_reads(checkpoint)
+        self._records = record_reads(checkpoint, to=request.to)
         self._local = checkpoint.is_local
         self._calls = None if self._local else ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="call")
         self._parts = None if self._local else ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="part")
@@ -403,7 +403,7 @@ class VirtualCheckpoint:
         """Number of pairs of tensors that were compared before, as `convert` compares them; None if none was."""
         self.disagreements: tuple[str, ...] = ()
         self._numbers: Mapping[str, int] = {f.path: n for n, f in enumerate(layout.files)}
-        self._make = _Maker(checkpoint, layout.files, request.on_overflow, exact=exact_crcs)
+        self._make = _Maker(checkpoint, layout.files, request, exact=exact_crcs)
         if checkpoint.is_local:
             self._blocks = _Blocks(self._make, BLOCK_BYTES, most=_MOST_BLOCKS, ahead=_AHEAD)
             self._long_bytes = min(BLOCK_BYTES, _LOCAL_BYTES)
