@@ -21,7 +21,7 @@ def cli_page() -> str:
 
 
 def _tables() -> Iterator[str]:
-    yield from ("", "### Formats (--to)", "", "| format | contains | other names |", "|---|---|---|")
+    yield from ("", "### Formats of targets", "", "| format | contains | other names |", "|---|---|---|")
     for target in known_targets().values():
         others = ", ".join(f"`{name}`" for name in target.also)
         yield f"| `{target.name}` | {_cell(target.contains)} | {others} |"

@@ -79,11 +79,11 @@ def installed_formats() -> tuple[InstalledFormat, ...]:
 def known_targets() -> dict[str, Target]:
     """The records of all targets that this installation knows, by name: reshard's own, then those of packages."""
     brought = (pair for f in installed_formats() for pair in f.targets.items())
-    return {t.name: t for t in TARGETS} | {name: _record(name, told) for name, told in brought}
+    return {t.name: t for t in TARGETS} | {name: _record(name, record) for name, record in brought}
 
 
-def _record(name: str, told: str | Target) -> Target:
-    return told if isinstance(told, Target) else Target(name=name, label=told, contains=told)
+def _record(name: str, record: str | Target) -> Target:
+    return record if isinstance(record, Target) else Target(name=name, label=record, contains=record)
 
 
 def target_names() -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
     if new.name in (*BUILT_IN, *(f.name for f in others)):
         return f"another format is called {new.name}"
     targets = {*(t.name for t in TARGETS), *(name for f in others for name in f.targets)}
-    if odd := [n for n, told in new.targets.items() if isinstance(told, Target) and told.name != n]:
+    if odd := [n for n, record in new.targets.items() if isinstance(record, Target) and record.name != n]:
         return f"the record of its target {odd[0]} has another name"
     if taken := sorted(targets & {*new.targets}):
         return f"another format writes the target {taken[0]}"

@@ -301,14 +301,14 @@ class OptionsCommand(HelpedCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """As `params`, with the flags of formats of other packages behind the others."""
-        found: list[Any] = super().get_params(ctx)
+        parameters: list[Any] = super().get_params(ctx)
         taken = _taken_by(self)
         if not any(issubclass(kind, ConversionFlags) for kind, _ in taken.values()):
-            return found
-        for parameter in found:
+            return parameters
+        for parameter in parameters:
             if parameter.name == "to":
                 parameter.targets = _known_targets()
-        return [*found, *self._flags(of_others=True)]
+        return [*parameters, *self._flags(of_others=True)]
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; its flags for options are not arguments of its function."""

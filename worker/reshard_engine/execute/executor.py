@@ -168,7 +168,7 @@ class Executor:
         self._kernel: CastKernel = default_kernel()
         self._should_stop = should_stop or (lambda: False)
         self._board = CrcBoard()
-        self.source_reads = record_reads(checkpoint, to=plan.target["to"])
+        self.source_reads = record_reads(checkpoint, to=plan.target.get("to"))
         """Compares the records of the source that are read whole with their CRC-32s."""
         self._memory = _Memory()
         self._local = checkpoint.is_local
