@@ -168,7 +168,7 @@ def _conversion() -> None:
     from reshard.models.jobs import ConvertRequest
 
     place = {"source": {"url": f"az://{_BOX}/run"}, "target": f"az://{_BOX}/ours-{os.getpid()}/tag"}
-    request = {**place, "to": "zero", "options": {"deepspeed": {"dp": 2}}}
+    request = {**place, "to": "zero", "layout": {"dp": 2}}
     load_engine().convert(ConvertRequest.model_validate(request))
 
 

@@ -45,7 +45,7 @@ _BUCKET = "bench"
 _WORKERS = (0, 1, 2, 4, 8)
 _TARGETS: dict[str, dict[str, Any]] = {
     "universal": {"to": "universal"},
-    "zero": {"to": "zero", "options": {"deepspeed": {"dp": 3}}},
+    "zero": {"to": "zero", "layout": {"dp": 3}},
     "safetensors": {"to": "safetensors"},
 }
 _SETTLE_S = 1.0

@@ -43,8 +43,8 @@ _OURS = (*BUILT_IN, "dcp")
 _NESTED = '''
     options: Options | Mapping[str, Any]
     """The options by format, nested as in requests; options of reshard's own formats may also be given unnested."""
-    layout: NativeLayout | None
-    """The layout of a native target as one value."""
+    layout: RunLayout | None
+    """The layout of the run that will load the target, as one value."""
 '''
 
 
@@ -67,7 +67,7 @@ def keywords_module() -> str:
         }, wire=True) + _NESTED,
     ]  # fmt: skip
     named: set[type] = {o.kind for o in ours.values() if o.choices} | {ParamOrder}
-    imports = {"reshard.option": {"Order", "PathLike"}, "reshard.options": {"NativeLayout", "Options"}}
+    imports = {"reshard.option": {"Order", "PathLike"}, "reshard.options": {"RunLayout", "Options"}}
     for kind in named:
         imports.setdefault(kind.__module__, set()).add(kind.__name__)
     lines = [f"    from {module} import {', '.join(sorted(names))}" for module, names in sorted(imports.items())]

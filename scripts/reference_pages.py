@@ -191,6 +191,7 @@ def _of_options() -> Iterator[tuple[tuple[str, str], str]]:
     names: dict[tuple[str, ...], tuple[str, ...]] = {
         (): ("ConvertRequest", "SubmitRequest"),
         ("source",): ("SourceSpec",),
+        ("layout",): ("RunLayout",),
     }
     for name, field in options_model().model_fields.items():
         names["options", name] = (getattr(field.annotation, "__name__", ""),)

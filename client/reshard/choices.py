@@ -30,7 +30,6 @@ class TargetFormat(StrEnum):
     SLIM = "slim"
 
 
-CARD_TARGETS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH, TargetFormat.PEFT)
 """The formats that can have a model card, and that the Hugging Face hub takes."""
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from reshard.errors import RequestError
-from reshard.installed_formats import former_names, option_fields, plain_kind
+from reshard.errors import RequestError, listed
+from reshard.installed_formats import former_names, known_targets, option_fields, plain_kind
 from reshard.option import Option, Place, Section, option_of
 from reshard.options import ConversionOptions, SourceChoices, SourceSpec
 from reshard.wire_model import said_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reshard.models.jobs import ConvertRequest
 
 _SECTIONS = tuple(Section)
-_SECTIONS_OF_ENSURE: Mapping[str, str] = {"": Section.TARGET, Section.LAYOUT: "Target layout"}
+_SECTIONS_OF_ENSURE: Mapping[str, str] = {"": Section.TARGET, Section.DEEPSPEED: Section.LAYOUT}
 """The parts of the help of `ensure` that have other names than those of a conversion."""
 _WORDS = (
     (re.compile(r"--to ([\w]+)"), r'`to="\1"`'),
@@ -44,7 +44,7 @@ class Declared:
 
     field: str
     within: tuple[str, ...]
-    """The place of the model that has the field, within a request: `("options", "deepspeed")`."""
+    """The place of the model that has the field, within a request: `("layout",)`, `("options", "deepspeed")`."""
     info: FieldInfo
     option: Option
     as_in_source: bool = False
@@ -162,18 +162,61 @@ def options_of_layout() -> dict[str, Declared]:
     return {name: option for name, option in declared_options().items() if not option.option.of_run}
 
 
+def options_of_target(name: str) -> dict[str, Declared]:
+    """The options that decide the bytes of one target: those that it takes, and those that every target takes."""
+    targets = known_targets()
+    of_others = {o for known in targets.values() for o in known.options} - {*targets[name].options}
+    return {name: option for name, option in options_of_layout().items() if name not in of_others}
+
+
+def given_options(request: ConvertRequest) -> Iterator[tuple[Declared, Any]]:
+    """The options that decide the bytes of a target and that a request gives, with their values."""
+    for option in options_of_layout().values():
+        model: Any = request
+        for name in option.within:
+            model = getattr(model, name, None)
+        value = getattr(model, option.field, None)
+        if value is not None and value != option.info.get_default():
+            yield option, value
+
+
+def refuse_options_of_others(request: ConvertRequest) -> None:
+    """Refuse options that the request's target does not take, and a target without an option that it needs.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    targets = known_targets()
+    target = targets[request.to]
+    of_some = {name for known in targets.values() for name in known.options}
+    given = {option.name: option for option, _ in given_options(request)}
+    wrong = [option for name, option in given.items() if name in of_some and name not in target.options]
+    if wrong:
+        flags = listed([o.flag for o in wrong])
+        taking = [known.name for known in targets.values() if {o.name for o in wrong} <= {*known.options}]
+        where = f"; {'it is' if len(wrong) == 1 else 'they are'} for --to {', '.join(taking)}" if taking else ""
+        raise RequestError(
+            "request.invalid",
+            f"--to {target.name} does not take {flags}{where}",
+            fix=f"leave out {flags}, or --to {taking[0]}" if taking else f"leave out {flags}: no target takes them all",
+        )
+    if lacking := [name for name in target.needs if name not in given]:
+        option = declared_options()[lacking[0]]
+        raise RequestError(
+            "request.invalid",
+            f"--to {target.name} needs {option.flag}: {option.help.rstrip('.').lower()}",
+            fix=f"add {option.flag} N",
+        )
+
+
 def flags_of(request: ConvertRequest) -> list[str]:
     """The flags of `reshard convert SRC DST` that ask for the bytes of the request's target.
 
     Places, and files whose texts are in the request, are placeholders such as DIR: they lie elsewhere for who reads it.
     """
     flags = ["--to", str(request.to)]
-    for option in options_of_layout().values():
-        model: Any = request
-        for name in option.within:
-            model = getattr(model, name, None)
-        value = getattr(model, option.field, None)
-        if value is None or value == option.info.get_default() or option.field == "profile":
+    for option, value in given_options(request):
+        if option.field == "profile":
             continue
         if isinstance(value, bool):
             flags.append(option.flag if value else f"--no-{option.flag[2:]}")
@@ -231,8 +274,8 @@ def options_of_cuts() -> dict[str, Declared]:
 def _others() -> Iterator[Declared]:
     for name, info in ConversionOptions.model_fields.items():
         yield Declared(name, (), info, option_of(info))
-    for name, (format_name, info) in option_fields().items():
-        yield Declared(name, ("options", format_name), info, option_of(info))
+    for name, (within, info) in option_fields().items():
+        yield Declared(name, within, info, option_of(info))
 
 
 def _order(option: Declared) -> tuple[int, int]:

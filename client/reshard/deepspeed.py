@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 from reshard.api.wire import convert_request
 from reshard.choices import TargetFormat, WeightDtype
-from reshard.declared import Declared, options_of_layout
+from reshard.declared import Declared, options_of_target
 from reshard.errors import RequestError, printable
 from reshard.functions import layout_request, takes_keywords
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.models.keywords import ConvertOptions
 from reshard.option import size_of
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import SourceSpec
 
 __all__ = [
     "clone_tensors_for_torch_save",
@@ -38,14 +38,18 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16"), WeightDtype.FP16),
     **dict.fromkeys(("bf16", "bfloat16"), WeightDtype.BF16),
 }
+_OF_ENGINE = {
+    "dp", "tp", "pp", "ep", "zero_stage", "partition_method", "pipeline_layers", "round_robin_gradients",
+    "parameter_alignment", "sub_group_size", "dtype", "tag",
+}  # fmt: skip
+"""Options that the engine's configuration decides, and the argument `tag`."""
 Path = str | os.PathLike[str]
 Model = TypeVar("Model")
 
 
 def _options_of_load() -> dict[str, Declared]:
     """The options of a target that are neither the engine's own nor arguments of the function."""
-    own = {*NativeLayout.model_fields, "tag", "dtype"} - {"vocab_divisor", "rng"}
-    return {name: option for name, option in options_of_layout().items() if name not in own}
+    return {name: option for name, option in options_of_target(TargetFormat.ZERO).items() if name not in _OF_ENGINE}
 
 
 @takes_keywords(_options_of_load())

@@ -7,7 +7,8 @@ need. It holds no code of the format; the engine imports the format's class when
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -19,7 +20,15 @@ from pydantic.fields import FieldInfo
 
 from reshard.errors import RequestError, printable
 from reshard.option import Option
-from reshard.options import ConversionOptions, FormatOptions, Options, SourceSpec
+from reshard.options import (
+    ConversionOptions,
+    DeepSpeedOptions,
+    FormatOptions,
+    Options,
+    RunLayout,
+    SourceSpec,
+    former_place,
+)
 from reshard.targets import TARGETS, Target
 from reshard.wire_model import WireModel
 
@@ -82,6 +91,12 @@ def known_targets() -> dict[str, Target]:
     return {t.name: t for t in TARGETS} | {name: _record(name, record) for name, record in brought}
 
 
+def takes_card(name: object) -> bool:
+    """True for a target that can have a model card, and that the Hugging Face hub takes: weights and adapters."""
+    target = known_targets().get(str(name))
+    return target is not None and "card" in target.options
+
+
 def _record(name: str, record: str | Target) -> Target:
     return record if isinstance(record, Target) else Target(name=name, label=record, contains=record)
 
@@ -125,7 +140,7 @@ def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
         return f"its option {odd[0]} is neither text nor a number, a choice or a truth value"
     if required := [n for n, f in new.options.model_fields.items() if f.is_required()]:
         return f"its option {required[0]} has no default"
-    ours = (SourceSpec, ConversionOptions, *(f.default_factory for f in Options.model_fields.values()))
+    ours = (SourceSpec, ConversionOptions, RunLayout, *(f.default_factory for f in Options.model_fields.values()))
     names = {name for model in (*ours, *(f.options for f in others)) for name in _names_in(model)}
     if taken := sorted((names | _OTHER_NAMES) & {*new.options.model_fields}):
         return f"another option is called {taken[0]}"
@@ -198,37 +213,124 @@ def default_options() -> Options:
     return options_model()()
 
 
-def option_fields() -> dict[str, tuple[str, FieldInfo]]:
-    """All options of formats by name, each with its format's name. No two formats have an option of the same name."""
+def option_fields() -> dict[str, tuple[tuple[str, ...], FieldInfo]]:
+    """The options that are nested in requests, by name: the sizes of the layout, and the options of all formats.
+
+    Each has the place of its model within a request: `("layout",)`, `("options", "deepspeed")`. No two have one name.
+    """
+    found: dict[str, tuple[tuple[str, ...], FieldInfo]] = {
+        name: (("layout",), info) for name, info in RunLayout.model_fields.items()
+    }
+    for format_name, nested_model in options_model().model_fields.items():
+        model = cast("type[FormatOptions]", nested_model.annotation)
+        found |= {name: (("options", format_name), info) for name, info in model.model_fields.items()}
+    return found
+
+
+@cache
+def _moved() -> dict[tuple[str, str], tuple[str, ...]]:
+    """The places of options that requests of 0.1.0 have among those of a format, with their present places."""
+    models = (((), ConversionOptions), (("layout",), RunLayout))
     return {
-        name: (format_name, info)
-        for format_name, field in options_model().model_fields.items()
-        for name, info in cast("type[FormatOptions]", field.annotation).model_fields.items()
+        place: (*within, name)
+        for within, model in models
+        for name, info in model.model_fields.items()
+        if (place := former_place(info)) is not None
     }
 
 
-def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request, from arguments of a function: options of formats are moved below `options`.
+def present_places(fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields of a request, with options at their present places; and a text for each that was at that of 0.1.0.
 
-    `layout` is the layout of a native target as one value. Malformed values stay, so that validation refuses them.
+    Malformed values stay, so that validation refuses them.
+
+    Raises:
+        ValueError: A value is given at both places.
     """
-    where = option_fields()
-    where |= {former: found for name, found in where.items() for former in former_names(name, found[1])}
-    moved = {n: v for n, v in fields.items() if n in where and v != where[n][1].get_default()}
-    rest = {n: v for n, v in fields.items() if n not in where and not (n == "layout" and v is None)}
-    layout = _plain(rest.get("layout"))
-    options: Any = _plain(rest.get("options")) or {}
-    if not isinstance(options, Mapping) or (not moved and not isinstance(layout, Mapping)):
-        return rest
-    found: dict[str, Any] = {n: _plain(v) for n, v in cast("Mapping[str, Any]", options).items()}
-    said: list[tuple[str, Mapping[str, Any]]] = [(where[name][0], {name: value}) for name, value in moved.items()]
+    found = dict(fields)
+    options = _plain(found.get("options"))
+    if not isinstance(options, Mapping):
+        return found, ()
+    kept: dict[str, Any] = dict(cast("Mapping[str, Any]", options))
+    moved: list[str] = []
+    for (format_name, former), (*within, name) in _moved().items():
+        values: Any = kept.get(format_name)
+        if not isinstance(values, Mapping) or former not in values:
+            continue
+        holder: Any = _plain(found.get("layout")) or {} if within else found
+        if not isinstance(holder, Mapping):
+            continue
+        present, value = ".".join((*within, name)), cast("Mapping[str, Any]", values)[former]
+        if name in holder:
+            raise ValueError(f"options.{format_name}.{former} is the former place of {present}, and both are given")
+        kept[format_name] = {n: v for n, v in cast("Mapping[str, Any]", values).items() if n != former}
+        if within:
+            found["layout"] = {**holder, name: value}
+        else:
+            found[name] = value
+        moved.append(f"options.{format_name}.{former} is now {present}")
+    return ({**found, "options": kept} if moved else found), tuple(moved)
+
+
+def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request, from arguments of a function: nested options are moved to their places.
+
+    `layout` is the layout of the run as one value. Malformed values stay, so that validation refuses them.
+    """
+    places = _places_by_keyword()
+    layout = _plain(fields.get("layout"))
+    given: list[tuple[tuple[str, ...], Any]] = []
     if isinstance(layout, Mapping):
-        del rest["layout"]
-        said.insert(0, ("deepspeed", cast("Mapping[str, Any]", layout)))
-    for format_name, values in said:
-        before: Any = found.get(format_name, {})
-        found[format_name] = {**before, **values} if isinstance(before, Mapping) else before
-    return {**rest, "options": found}
+        for called, value in cast("Mapping[str, Any]", layout).items():
+            other = (called,) if called in ConversionOptions.model_fields else ("layout", called)
+            place = places[called][0] if called in places else other
+            if place[0] != "layout":
+                _warn_moved(f"layout.{called} is now {'.'.join(place)}")
+            given.append((place, value))
+    given += [(places[n][0], v) for n, v in fields.items() if n in places and v != places[n][1].get_default()]
+    found = {n: v for n, v in fields.items() if n not in places and n != "layout"}
+    if layout is not None and not isinstance(layout, Mapping):
+        found["layout"] = layout
+    for place, value in given:
+        found = _put(found, place, value)
+    present, moved = present_places(found)
+    for text in moved:
+        _warn_moved(text)
+    return present
+
+
+@cache
+def former_layout() -> type[RunLayout]:
+    """`NativeLayout` of 0.1.0: the sizes of the layout, and options of DeepSpeed and of the conversion beside them."""
+    others = ("zero_stage", "partition_method", "pipeline_layers", "round_robin_gradients", "parameter_alignment")
+    fields = {n: DeepSpeedOptions.model_fields[n] for n in (*others, "sub_group_size")}
+    fields |= {n: ConversionOptions.model_fields[n] for n in ("vocab_divisor", "rng")}
+    named: dict[str, Any] = {name: (info.annotation, info) for name, info in fields.items()}
+    return create_model("NativeLayout", __base__=RunLayout, __module__=__name__, **named)
+
+
+def _places_by_keyword() -> dict[str, tuple[tuple[str, ...], FieldInfo]]:
+    """The place and the field of every nested option, by its name and by its former names."""
+    found = {name: ((*within, name), info) for name, (within, info) in option_fields().items()}
+    for name, (place, info) in tuple(found.items()):
+        former = former_place(info)
+        found |= dict.fromkeys((*former_names(name, info), *(() if former is None else former[1:])), (place, info))
+    return found
+
+
+def _put(fields: Mapping[str, Any], place: Sequence[str], value: Any) -> dict[str, Any]:
+    """The fields with a value set; without it where its place is within a malformed value."""
+    name, *below = place
+    if not below:
+        return {**fields, name: value}
+    inner = _plain(fields.get(name))
+    if inner is not None and not isinstance(inner, Mapping):
+        return dict(fields)
+    return {**fields, name: _put(cast("Mapping[str, Any]", inner or {}), below, value)}
+
+
+def _warn_moved(text: str) -> None:
+    warnings.warn(f"{text}; the former place works for this release", DeprecationWarning, stacklevel=4)
 
 
 def _plain(value: Any) -> Any:

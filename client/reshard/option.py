@@ -30,7 +30,10 @@ class Section(StrEnum):
 
     SOURCE = "Source"
     TARGET = "Target"
-    LAYOUT = "Target layout (--to zero)"
+    LAYOUT = "Target layout"
+    DEEPSPEED = "DeepSpeed (--to zero)"
+    FSDP_RANKS = "Files of FSDP's ranks (--to fsdp_ranks, torch_checkpointing)"
+    MEGATRON = "Megatron-core (--to megatron)"
     ADAPTERS = "LoRA adapters"
     CHECKING = "Checking"
     RESOURCES = "Resources"
@@ -73,7 +76,8 @@ class Option:
     ensure: str | None = None
     """The words for the default of `ensure`, if that has the option; empty for the same default as here."""
     digested: str = ""
-    """The name in digests, which stays when an option is renamed; by default that of the field."""
+    """The name in digests, which stays when an option is renamed; by default that of the field. `FORMAT.NAME` for an
+    option that is neutral now: digests have it among the options of that format, and so had requests of 0.1.0."""
 
 
 def option_of(info: FieldInfo) -> Option:

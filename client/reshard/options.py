@@ -6,7 +6,7 @@ that reshard brings are fields of `Options`; `reshard.installed_formats` adds th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -64,8 +64,89 @@ def _is_false(value: object) -> bool:
     return value is False
 
 
+def _is_kept(value: object) -> bool:
+    return value is RngPolicy.KEEP
+
+
 def _is_refused(value: object) -> bool:
     return value is EmptyWeights.REFUSE
+
+
+class RunLayout(RequestModel):
+    """The parallel layout of the run that will load a target, in the words of every framework.
+
+    Context parallelism and the tensor parallelism of experts are no fields: the one format that knows both,
+    Megatron-core, keeps them in the arguments of its run.
+    """
+
+    dp: Annotated[
+        int | None,
+        Option(
+            "Data-parallel ranks.",
+            Section.LAYOUT,
+            1,
+            label="Data-parallel ranks (GPUs)",
+            ensure="processes of the launcher / (tp x pp)",
+            digested="deepspeed.dp",
+        ),
+    ] = Field(default=None, ge=1, le=1 << 20)
+    """Data-parallel ranks; with sequence or context parallelism, the product of both. Targets with files for each rank
+    need it."""
+    tp: Annotated[
+        int,
+        Option(
+            "Tensor-parallel ranks.",
+            Section.LAYOUT,
+            2,
+            label="Tensor-parallel ranks",
+            ensure="as in SRC",
+            digested="deepspeed.tp",
+        ),
+    ] = Field(default=1, ge=1, le=1 << 12)
+    pp: Annotated[
+        int,
+        Option(
+            "Pipeline stages.",
+            Section.LAYOUT,
+            3,
+            label="Pipeline stages",
+            ensure="as in SRC",
+            digested="deepspeed.pp",
+        ),
+    ] = Field(default=1, ge=1, le=1 << 12)
+    ep: Annotated[
+        int,
+        Option(
+            "Expert-parallel ranks.",
+            Section.LAYOUT,
+            4,
+            label="Expert-parallel ranks",
+            ensure="as in SRC",
+            digested="deepspeed.ep",
+        ),
+    ] = Field(default=1, ge=1, le=1 << 12)
+    vpp: Annotated[
+        int | None,
+        Option(
+            "Model chunks of a pipeline stage (--to megatron).",
+            Section.LAYOUT,
+            5,
+            name="virtual_pipeline",
+            label="Chunks of a pipeline stage",
+            digested="megatron.virtual_pipeline",
+        ),
+    ] = Field(default=None, ge=2, le=1 << 10)
+    """Virtual pipeline parallelism: model chunks of each stage; None for a pipeline without chunks. Megatron-core's
+    `virtual_pipeline_model_parallel_size`."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of a run with this layout."""
+        return (self.dp or 1) * self.tp * self.pp
+
+    def given(self) -> dict[str, Any]:
+        """The sizes that are not the defaults, by their names."""
+        return self.model_dump(exclude_defaults=True)
 
 
 class SourceChoices(RequestModel):
@@ -209,6 +290,40 @@ class ConversionOptions(RequestModel):
     exclude_frozen: Annotated[
         bool, Option("Leave out frozen parameters.", Section.TARGET, 3, label="Leave frozen parameters out")
     ] = False
+    names: Annotated[
+        NameScheme | None,
+        Option(
+            "Names of parameters: Megatron-DeepSpeed's with or without pipeline, or for Megatron-core those of Hugging "
+            "Face (hf) and back; default: as in SRC.",
+            Section.TARGET,
+            4,
+            label="Names of parameters",
+            digested="deepspeed.names",
+        ),
+    ] = Field(default=None, exclude_if=is_none)
+    """Naming scheme for the parameters of models of Megatron-DeepSpeed (GPT, Llama) and Megatron-core; None keeps the
+    source's names."""
+    vocab_divisor: Annotated[
+        int | None,
+        Option(
+            "Pad the vocabulary to a multiple of this times --tp.",
+            Section.LAYOUT,
+            6,
+            label="Divisor of the vocabulary",
+            digested="deepspeed.vocab_divisor",
+        ),
+    ] = Field(default=None, ge=1, le=1 << 20, exclude_if=is_none)
+    """Megatron's `make_vocab_size_divisible_by`: the vocabulary is padded to a multiple of this value times `tp`."""
+    rng: Annotated[
+        RngPolicy,
+        Option(
+            "Random states: `keep` gives rank r those of source rank r mod N.",
+            Section.LAYOUT,
+            7,
+            label="Random states",
+            digested="deepspeed.rng",
+        ),
+    ] = Field(default=RngPolicy.KEEP, exclude_if=_is_kept)
     model_files: Annotated[
         str | None,
         Option(
@@ -342,44 +457,22 @@ class FormatOptions(RequestModel):
         """The options whose values are not the defaults, as JSON."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
-    @classmethod
-    def digested(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of options under the names that digests have for them."""
-        return {option_of(cls.model_fields[name]).digested or name: value for name, value in values.items()}
 
+class DeepSpeedOptions(FormatOptions):
+    """Options of DeepSpeed's checkpoints: ZeRO, the pipeline's stages, and cut rules of the source.
 
-class NativeLayout(FormatOptions):
-    """The layout of a native DeepSpeed target. An option that is None is as in the source, or DeepSpeed's default."""
+    An option that is None is as in the source, or DeepSpeed's default.
+    """
 
     zero_stage: Annotated[
-        ZeroStage | None, Option("ZeRO stage; default: as in SRC.", Section.LAYOUT, 5, label="ZeRO stage", ensure="")
+        ZeroStage | None, Option("ZeRO stage; default: as in SRC.", Section.DEEPSPEED, 1, label="ZeRO stage", ensure="")
     ] = None
-    dp: Annotated[
-        int | None,
-        Option(
-            "Data-parallel ranks.",
-            Section.LAYOUT,
-            1,
-            label="Data-parallel ranks (GPUs)",
-            ensure="processes of the launcher / (tp x pp)",
-        ),
-    ] = Field(default=None, ge=1, le=1 << 20)
-    """Data-parallel ranks; with sequence parallelism, the product of both. A native target needs this option."""
-    tp: Annotated[
-        int, Option("Tensor-parallel ranks.", Section.LAYOUT, 2, label="Tensor-parallel ranks", ensure="as in SRC")
-    ] = Field(default=1, ge=1, le=1 << 12)
-    pp: Annotated[int, Option("Pipeline stages.", Section.LAYOUT, 3, label="Pipeline stages", ensure="as in SRC")] = (
-        Field(default=1, ge=1, le=1 << 12)
-    )
-    ep: Annotated[
-        int, Option("Expert-parallel ranks.", Section.LAYOUT, 4, label="Expert-parallel ranks", ensure="as in SRC")
-    ] = Field(default=1, ge=1, le=1 << 12)
     partition_method: Annotated[
         str | None,
         Option(
             "Pipeline stages: uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6.",
-            Section.LAYOUT,
-            6,
+            Section.DEEPSPEED,
+            2,
             metavar="METHOD",
             label="Division into pipeline stages",
         ),
@@ -387,45 +480,21 @@ class NativeLayout(FormatOptions):
     """Division into pipeline stages: `uniform`, `parameters`, `type:REGEX`, or each stage's first layer: `0,3,6`."""
     pipeline_layers: Annotated[
         int | None,
-        Option("Number of layers, for --partition-method uniform.", Section.LAYOUT, 7, label="Layers of the pipeline"),
+        Option(
+            "Number of layers, for --partition-method uniform.", Section.DEEPSPEED, 3, label="Layers of the pipeline"
+        ),
     ] = Field(default=None, ge=1, le=4096)
     """Number of layers of the whole pipeline, including those without parameters; `uniform` needs it."""
-    vocab_divisor: Annotated[
-        int | None,
-        Option(
-            "Pad the vocabulary to a multiple of this times --tp.", Section.LAYOUT, 8, label="Divisor of the vocabulary"
-        ),
-    ] = Field(default=None, ge=1, le=1 << 20)
-    """Megatron's `make_vocab_size_divisible_by`: the vocabulary is padded to a multiple of this value times `tp`."""
     round_robin_gradients: Annotated[
-        bool | None, Option(_AS_IN_TARGET_RUN, Section.LAYOUT, 9, label="Round-robin gradients")
+        bool | None, Option(_AS_IN_TARGET_RUN, Section.DEEPSPEED, 4, label="Round-robin gradients")
     ] = None
     parameter_alignment: Annotated[
-        bool | None, Option(_AS_IN_TARGET_RUN, Section.LAYOUT, 10, label="Alignment of parameters")
+        bool | None, Option(_AS_IN_TARGET_RUN, Section.DEEPSPEED, 5, label="Alignment of parameters")
     ] = None
     sub_group_size: Annotated[
-        int | None, Option(_AS_IN_TARGET_RUN, Section.LAYOUT, 11, label="Elements of a sub-group")
+        int | None, Option(_AS_IN_TARGET_RUN, Section.DEEPSPEED, 6, label="Elements of a sub-group")
     ] = Field(default=None, ge=1, le=MOST_BYTES)
     """Stage 3: elements of one rank's partition after which a sub-group is closed."""
-    rng: Annotated[
-        RngPolicy,
-        Option(
-            "Random states: `keep` gives rank r those of source rank r mod N.",
-            Section.LAYOUT,
-            12,
-            label="Random states",
-        ),
-    ] = RngPolicy.KEEP
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes of a run with this layout."""
-        return (self.dp or 1) * self.tp * self.pp
-
-
-class DeepSpeedOptions(NativeLayout):
-    """Options of DeepSpeed's checkpoints: the layout to write, cut rules of the source, and names of parameters."""
-
     rules: Annotated[
         str | None,
         Option(
@@ -452,18 +521,6 @@ class DeepSpeedOptions(NativeLayout):
         ),
     ] = Field(default=None, max_length=64)
     """A built-in set of cut rules, such as `gpt-megatron`."""
-    names: Annotated[
-        NameScheme | None,
-        Option(
-            "Names of parameters: Megatron-DeepSpeed's with or without pipeline, or for Megatron-core those of Hugging "
-            "Face (hf) and back; default: as in SRC.",
-            Section.TARGET,
-            4,
-            label="Names of parameters",
-        ),
-    ] = None
-    """Naming scheme for the parameters of models of Megatron-DeepSpeed (GPT, Llama) and Megatron-core; None keeps the
-    source's names."""
     weight_decay_groups: Annotated[
         WeightDecayGroups,
         Option(
@@ -474,29 +531,27 @@ class DeepSpeedOptions(NativeLayout):
         ),
     ] = WeightDecayGroups.STAGE
 
-    @property
-    def asks_for_layout(self) -> bool:
-        """True if an option of the layout is not its default."""
-        return not self.given().keys().isdisjoint(NativeLayout.model_fields)
-
 
 class FsdpRanksOptions(FormatOptions):
-    """Options of files of FSDP's ranks, beside `dp` and `rng` of `NativeLayout`. None is as in the source."""
+    """Options of files of FSDP's ranks. None is as in the source."""
 
     joined_later = True
 
     rank_framework: Annotated[
         RankFramework | None,
         Option(
-            "--to fsdp_ranks: framework that loads it; default: SRC's.", Section.LAYOUT, 13, label="Framework of files"
+            "--to fsdp_ranks: framework that loads it; default: SRC's.",
+            Section.FSDP_RANKS,
+            1,
+            label="Framework of files",
         ),
     ] = None
     device_type: Annotated[
         str | None,
         Option(
-            "--to fsdp_ranks, torch_checkpointing: devices of the run, such as cuda; default: SRC's.",
-            Section.LAYOUT,
-            14,
+            "Devices of the run, such as cuda; default: SRC's.",
+            Section.FSDP_RANKS,
+            2,
             metavar="TYPE",
             label="Devices of the run",
         ),
@@ -505,9 +560,9 @@ class FsdpRanksOptions(FormatOptions):
     fsdp_size: Annotated[
         int | None,
         Option(
-            "--to fsdp_ranks, torch_checkpointing: ranks that share one copy (HSDP); default: SRC's, else all.",
-            Section.LAYOUT,
-            15,
+            "Ranks that share one copy (HSDP); default: SRC's, else all.",
+            Section.FSDP_RANKS,
+            3,
             label="Ranks of one copy",
         ),
     ] = Field(default=None, ge=1, le=1 << 20)
@@ -516,8 +571,8 @@ class FsdpRanksOptions(FormatOptions):
         int | None,
         Option(
             "--to fsdp_ranks: FSDP of the run; 2 for a run of FSDP1 that goes on with FSDP2.",
-            Section.LAYOUT,
-            16,
+            Section.FSDP_RANKS,
+            4,
             label="Version of FSDP",
         ),
     ] = Field(default=None, ge=1, le=2)
@@ -543,35 +598,28 @@ class MegatronOptions(FormatOptions):
     ckpt_format: Annotated[
         CkptFormat,
         Option(
-            "--to megatron: Megatron-LM's --ckpt-format; torch is for one layout.",
-            Section.LAYOUT,
-            17,
+            "Megatron-LM's --ckpt-format; torch is for one layout.",
+            Section.MEGATRON,
+            1,
             label="Kind of directory",
         ),
     ] = CkptFormat.TORCH_DIST
     optimizer_sharding: Annotated[
         OptimizerSharding | None,
         Option(
-            "--to megatron: how the optimizer is saved; default: fully_reshardable, or none as in SRC.",
-            Section.LAYOUT,
-            18,
+            "How the optimizer is saved; default: fully_reshardable, or none as in SRC.",
+            Section.MEGATRON,
+            2,
             label="Sharding of the optimizer",
         ),
     ] = None
     """The `distrib_optim_sharding_type` of the target, or `none` for an optimizer that is not distributed."""
-    virtual_pipeline: Annotated[
-        int | None,
-        Option(
-            "--to megatron: model chunks of a pipeline stage.", Section.LAYOUT, 19, label="Chunks of a pipeline stage"
-        ),
-    ] = Field(default=None, ge=2, le=1 << 10)
-    """Megatron-core's `virtual_pipeline_model_parallel_size`; None for a pipeline without chunks."""
     common_state: Annotated[
         CommonStatePlace,
         Option(
-            "--to megatron: arguments and groups in common.pt, or in an entry as 0.19 writes it.",
-            Section.LAYOUT,
-            20,
+            "Arguments and groups in common.pt, or in an entry as 0.19 writes it.",
+            Section.MEGATRON,
+            3,
             label="Place of the common state",
         ),
     ] = CommonStatePlace.FILE
@@ -728,6 +776,15 @@ def decides_bytes(info: FieldInfo) -> bool:
     return not option_of(info).of_run and not any(isinstance(m, Place) for m in info.metadata)
 
 
+def former_place(info: FieldInfo) -> tuple[str, str] | None:
+    """The format below whose name requests of 0.1.0 have an option that is neutral now, and its name there.
+
+    None for all other options. Digests have the option there, too.
+    """
+    format_name, dot, name = option_of(info).digested.rpartition(".")
+    return (format_name, name) if dot else None
+
+
 OptionsT = TypeVar("OptionsT", bound=FormatOptions)
 
 
@@ -751,10 +808,6 @@ class Options(RequestModel):
         for name in (*type(self).model_fields, *(self.model_extra or {})):
             if isinstance(found := getattr(self, name), FormatOptions):
                 yield name, found
-
-    def in_digests(self) -> dict[str, FormatOptions]:
-        """The options that digests of requests have, by format: all but those of a later format that gives none."""
-        return {name: found for name, found in self.by_format() if found.given() or not found.joined_later}
 
     def unknown(self) -> list[str]:
         """The names of formats that are not installed here."""

@@ -26,9 +26,18 @@ class Target:
     """True if the last name of the target's directory is a tag of DeepSpeed, beside which `latest` lies."""
     is_weights: bool = False
     """True if it holds weights alone, and nothing of the state of a training run."""
+    options: tuple[str, ...] = ()
+    """The options that this target takes and not every target does, by the names of their keyword arguments. An option
+    that some target lists is refused where another target does not list it."""
+    needs: tuple[str, ...] = ()
+    """Those options without which it cannot be written."""
     ending: str = ""
     """The word at the end of the names that are suggested for it; empty for its own name."""
 
+
+_DEEPSPEED_GROUPS = ("vocab_divisor", "weight_decay_groups", "megatron_args")
+_OF_ONE_ADAPTER = ("adapter", "lora_alpha", "rslora")
+_OF_WEIGHTS = ("max_shard_size", "card", "base_model", "merge_adapter", "base", *_OF_ONE_ADAPTER)
 
 TARGETS = (
     Target(
@@ -37,6 +46,7 @@ TARGETS = (
         contains="DeepSpeed universal checkpoint: a file for each parameter and state, for any layout",
         use="DeepSpeed universal",
         also=("ucp", "deepspeed-universal"),
+        options=_DEEPSPEED_GROUPS,
         is_tag=True,
     ),
     Target(
@@ -45,6 +55,7 @@ TARGETS = (
         contains="weights in safetensors files, as from_pretrained of transformers loads them",
         use="Weights",
         also=("hf", "huggingface", "transformers"),
+        options=(*_OF_WEIGHTS, "quantize", "quantize_layers"),
         is_weights=True,
         ending="weights",
     ),
@@ -54,6 +65,7 @@ TARGETS = (
         contains="weights in pytorch_model.bin",
         use="Weights",
         also=("pytorch", "pt"),
+        options=_OF_WEIGHTS,
         is_weights=True,
         ending="weights",
     ),
@@ -62,6 +74,21 @@ TARGETS = (
         label="DeepSpeed, for N GPUs",
         contains="DeepSpeed's own files for one layout (--dp, --tp, --pp, --ep)",
         also=("deepspeed", "native"),
+        options=(
+            "dp",
+            "tp",
+            "pp",
+            "ep",
+            "rng",
+            *_DEEPSPEED_GROUPS,
+            "zero_stage",
+            "partition_method",
+            "pipeline_layers",
+            "round_robin_gradients",
+            "parameter_alignment",
+            "sub_group_size",
+        ),
+        needs=("dp",),
         is_tag=True,
         ending="deepspeed",
     ),
@@ -71,6 +98,7 @@ TARGETS = (
         contains="one LoRA adapter, as PEFT loads it",
         use="LoRA adapter",
         also=("lora",),
+        options=("card", "base_model", *_OF_ONE_ADAPTER),
         is_weights=True,
         ending="adapter",
     ),
@@ -79,18 +107,35 @@ TARGETS = (
         label="A file for each rank of FSDP2 (verl, SkyRL, Accelerate)",
         contains="a file for each rank of FSDP2, as verl, SkyRL and Accelerate without DCP load them",
         also=("fsdp-ranks",),
+        options=("dp", "rng", "rank_framework", "device_type", "fsdp_size", "fsdp_version"),
+        needs=("dp",),
     ),
     Target(
         name="megatron",
         label="Megatron-core, for any number of GPUs",
         contains="Megatron-core's distributed checkpoint (torch_dist), or its files for one layout",
         use="Megatron-core",
+        options=(
+            "dp",
+            "tp",
+            "pp",
+            "ep",
+            "virtual_pipeline",
+            "vocab_divisor",
+            "rng",
+            "ckpt_format",
+            "optimizer_sharding",
+            "common_state",
+            "megatron_args",
+        ),
     ),
     Target(
         name="torch_checkpointing",
         label="Items of ranks of FSDP2 (torch_checkpointing)",
         contains="items of ranks of FSDP2, as torch_checkpointing loads them",
         also=("torch-checkpointing",),
+        options=("dp", "rng", "device_type", "fsdp_size"),
+        needs=("dp",),
     ),
     Target(
         name="slim",

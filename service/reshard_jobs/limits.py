@@ -295,13 +295,13 @@ class Maxima:
                 fix="name fewer threads or no number, or ask the operator to raise RESHARD_MAX_THREADS",
                 details={"field": "threads", "maximum": self.threads},
             )
-        ranks = request.options.deepspeed.world_size
+        ranks = request.layout.world_size
         if self.ranks is not None and ranks > self.ranks:
             raise RequestError(
                 "request.above_maximum",
                 f"dp x tp x pp is {ranks:,} ranks, and the maximum of a layout of this service is {self.ranks:,}",
                 fix="submit a conversion instead, or ask the operator to raise RESHARD_LAYOUT_RANKS",
-                details={"field": "options.deepspeed.dp", "maximum": self.ranks},
+                details={"field": "layout.dp", "maximum": self.ranks},
             )
         return request
 

@@ -114,8 +114,8 @@ class Site:
         target = str(self.targets / name) if kind == "local" else f"s3://{BUCKET}/out/{name}"
         source = f"s3://{BUCKET}/run" if kind != "missing" else f"s3://{BUCKET}/nothing"
         to = chance.choice(["universal", "safetensors", "zero"])
-        options = {"deepspeed": {"dp": 2}} if to == "zero" else {}
-        submit = lambda **more: self.client.submit(source, target, to=to, options=options, **more)  # noqa: E731
+        layout = {"dp": 2} if to == "zero" else {}
+        submit = lambda **more: self.client.submit(source, target, to=to, layout=layout, **more)  # noqa: E731
         if kind == "missing":
             self.ended[f"missing: {self._refused(submit)}"] += 1
             return

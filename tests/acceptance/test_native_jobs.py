@@ -14,7 +14,7 @@ from reshard.choices import JobState, RngPolicy, ZeroStage
 from reshard.errors import RequestError
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
-from reshard.options import DeepSpeedOptions, NativeLayout, SourceSpec
+from reshard.options import DeepSpeedOptions, RunLayout, SourceSpec
 from servers.process import served
 
 TOKEN = "native"
@@ -30,10 +30,14 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Generator[Client]:
 
 def test_a_layout_crosses_the_wire(client: Client, tmp_path: Path) -> None:
     target = tmp_path / "out" / "global_step3"
-    layout = NativeLayout(dp=3, zero_stage=ZeroStage.STAGE_3, rng=RngPolicy.DROP)
-    job = client.submit(SOURCE, str(target), to="zero", layout=layout, dtype="fp32")
+    layout = RunLayout(dp=3)
+    job = client.submit(
+        SOURCE, str(target), to="zero", layout=layout, zero_stage=ZeroStage.STAGE_3, rng=RngPolicy.DROP, dtype="fp32"
+    )
     assert client.wait(job.id, timeout_s=PATIENCE_S).state is JobState.SUCCEEDED
-    assert client.get(job.id).request.options.deepspeed == DeepSpeedOptions(**dict(layout))
+    request = client.get(job.id).request
+    assert (request.layout, request.rng) == (layout, RngPolicy.DROP)
+    assert request.options.of(DeepSpeedOptions) == DeepSpeedOptions(zero_stage=ZeroStage.STAGE_3)
     assert (tmp_path / "out" / "latest").read_text() == "global_step3"
     engine, there = load_engine(), SourceSpec(url=str(tmp_path / "out"))
     found = engine.inspect(there)
@@ -47,10 +51,10 @@ def test_a_layout_crosses_the_wire(client: Client, tmp_path: Path) -> None:
     ("options", "fix"),
     [
         ({}, "add --dp N"),
-        ({"layout": NativeLayout(dp=2, tp=2)}, "--family"),
-        ({"layout": NativeLayout(dp=2, pp=2)}, "--pp 1"),
-        ({"layout": NativeLayout(dp=2, ep=2)}, "--ep 1"),
-        ({"layout": NativeLayout(dp=2), "family": "nobody"}, "gpt-megatron"),
+        ({"layout": RunLayout(dp=2, tp=2)}, "--family"),
+        ({"layout": RunLayout(dp=2, pp=2)}, "--pp 1"),
+        ({"layout": RunLayout(dp=2, ep=2)}, "--ep 1"),
+        ({"layout": RunLayout(dp=2), "family": "nobody"}, "gpt-megatron"),
     ],
     ids=["no layout", "never cut", "no pipeline", "no experts", "no family"],
 )

@@ -205,10 +205,10 @@ def test_every_page_by_width_and_scheme(browser: Browser, site: Site, views: lis
     source = checkpoint(site, run)
     head = {"Authorization": f"Bearer {TOKEN}"}
     body = {"source": {"url": str(source)}, "target": f"{site.root}/{run}_dp4", "to": "zero"}
-    wanted = {**body, "options": {"deepspeed": {"dp": 4}}, "part_bytes": 1024, "labels": {"team": "research"}}
+    wanted = {**body, "layout": {"dp": 4}, "part_bytes": 1024, "labels": {"team": "research"}}
     done, failed = (
         httpx.post(f"{site.url}/v1/jobs?", json=asked, headers={**head, "Prefer": "wait=30"}, timeout=PATIENCE_S).json()
-        for asked in (wanted, {**wanted, "options": {"deepspeed": {"dp": 3}}})
+        for asked in (wanted, {**wanted, "layout": {"dp": 3}})
     )
     assert (done["state"], failed["state"]) == ("SUCCEEDED", "FAILED")
     query = f"source={source}&to=zero&dp=8&target={site.root}/{run}_dp8&plan=1"

@@ -98,7 +98,7 @@ def expectations(source: Path, directory: Path) -> dict[tuple[str, str], dict[st
     for place, part in PART.items():
         for target, flags in TARGETS.items():
             path = directory / f"{place}-{target}"
-            options: dict[str, Any] = {"options": {"deepspeed": {"dp": 3}}} if "--dp" in flags else {}
+            options: dict[str, Any] = {"layout": {"dp": 3}} if "--dp" in flags else {}
             request = asked(
                 source=SourceSpec(url=str(source)),
                 target=str(path),

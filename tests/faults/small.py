@@ -27,7 +27,7 @@ INT8 = "safetensors: int8"
 STEP = "iter_0000007"
 """The name that Megatron-core's tracker names."""
 MEGATRON_RUN = MegatronRun(tensor=2, layers=1, hidden=6, said={"accumulate_allreduce_grads_in_fp32": True})
-_TWO_RANKS = {"deepspeed": {"tp": 2, "dp": 2, "vocab_divisor": 6}}
+_TWO_RANKS = {"layout": {"tp": 2, "dp": 2}, "vocab_divisor": 6}
 OPTIONS: dict[str, dict[str, Any]] = {
     TargetFormat.UNIVERSAL: {"part_bytes": 4096},
     TargetFormat.SAFETENSORS: {"part_bytes": 1024, "max_shard_bytes": 4000},
@@ -39,16 +39,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     STATE_DICT: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"framework": "state-dict", "files": 2}}},
     RANKS: {
         "to": "fsdp_ranks", "part_bytes": 4096,
-        "options": {"deepspeed": {"dp": 2}, "fsdp_ranks": {"rank_framework": "verl", "device_type": "cpu"}},
+        "layout": {"dp": 2}, "options": {"fsdp_ranks": {"rank_framework": "verl", "device_type": "cpu"}},
     },
     ACCELERATE: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"framework": "accelerate", "files": 2}}},
     EVERY_LAYOUT: {"to": "megatron", "part_bytes": 8192},
     ONE_LAYOUT: {
-        "to": "megatron", "part_bytes": 8192, "options": {**_TWO_RANKS, "megatron": {"ckpt_format": "torch"}},
+        "to": "megatron", "part_bytes": 8192, **_TWO_RANKS, "options": {"megatron": {"ckpt_format": "torch"}},
     },
     BUCKETS: {
         "to": "megatron", "part_bytes": 8192,
-        "options": {**_TWO_RANKS, "megatron": {"optimizer_sharding": "dp_reshardable"}},
+        **_TWO_RANKS, "options": {"megatron": {"optimizer_sharding": "dp_reshardable"}},
     },
 }  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_texts_that_no_database_holds(api: TestClient) -> None:
             body(source={"url": "/in", "profile": text}),
             body(options={"deepspeed": {"rules": text}}),
             body(options={"peft": {"adapter": text}}),
-            body(options={"deepspeed": {"dp": 1, "partition_method": text}}),
+            body(layout={"dp": 1}, options={"deepspeed": {"partition_method": text}}),
             body(**{text: 1}),
             {text: text},
             text,

@@ -34,7 +34,7 @@ from reshard.errors import JobError, RequestError, ReshardError
 from reshard.local import load_engine
 from reshard.models.access import TenantSettings
 from reshard.models.jobs import ConvertRequest, Layout, LayoutRequest
-from reshard.options import SourceSpec
+from reshard.options import RunLayout, SourceSpec
 from reshard_jobs.database import Database
 from reshard_jobs.layouts import MOST_LAYOUTS, Layouts, PlannedLayout, UsedLayout
 from reshard_jobs.limits import TenantLimits
@@ -50,7 +50,7 @@ from servers.stack import Stack, tree_of
 
 TINY = Path(__file__).parents[1] / "data" / "zero3_tiny"
 OPERATOR = "the token of the operator"
-LAYOUT = {"to": "zero", "options": {"deepspeed": {"dp": 3}}}
+LAYOUT = {"to": "zero", "layout": {"dp": 3}}
 
 
 @dataclass
@@ -423,7 +423,7 @@ def test_a_source_that_changed_is_refused_by_every_engine(service: Service, tiny
 
 
 def test_equal_requests_have_equal_tags(service: Service, tiny: Path) -> None:
-    made = [service.make(tiny), service.make(tiny), service.make(tiny, options={"deepspeed": {"dp": 4}})]
+    made = [service.make(tiny), service.make(tiny), service.make(tiny, layout={"dp": 4})]
     assert len({layout["id"] for layout in made}) == 3
     tags = [service.ask("HEAD", service.file(layout, rank_file(layout))).headers["ETag"] for layout in made]
     assert tags[0] == tags[1] != tags[2]
@@ -533,7 +533,7 @@ def test_a_layout_of_too_many_ranks_is_rejected_before_it_is_planned(tmp_path: P
                 "POST", "/v1/layouts", json={"source": str(TINY), "to": "zero", "options": {"deepspeed": options}}
             )
             assert (answer.status_code, answer.json()["code"]) == (422, "request.above_maximum"), answer.text
-            assert answer.json()["details"] == {"field": "options.deepspeed.dp", "maximum": 4096}
+            assert answer.json()["details"] == {"field": "layout.dp", "maximum": 4096}
         assert not service.engines()
 
 
@@ -543,7 +543,7 @@ def test_options_of_a_run_have_no_place(service: Service, tiny: Path) -> None:
         assert answer.status_code == 422, name
         assert answer.json()["details"]["problems"][0]["where"].endswith(name)
     misplaced = service.ask("POST", "/v1/layouts", json={"source": str(tiny), "to": "zero", "dp": 3})
-    assert "options.deepspeed.dp" in misplaced.text
+    assert "layout.dp" in misplaced.text
     assert (
         service.ask("POST", "/v1/layouts", json={"source": f"{tiny}x", **LAYOUT}).json()["code"] == "source.not_found"
     )
@@ -665,8 +665,8 @@ def test_records(database_url: str) -> None:
 
 def used_layout(source: Path, layout_id: str = "lay", **more: Any) -> UsedLayout:
     request = LayoutRequest(source=SourceSpec(url=str(source)), to="zero").conversion()
-    options = request.options.model_copy(update={"deepspeed": request.options.deepspeed.model_copy(update={"dp": 3})})
-    made = UsedLayout(layout_id, "t", request.model_copy(update={"options": options}), TenantLimits(), None)
+    layout = RunLayout(dp=3)
+    made = UsedLayout(layout_id, "t", request.model_copy(update={"layout": layout}), TenantLimits(), None)
     return replace(made, **more)
 
 
@@ -868,7 +868,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> ConvertRequest:
 
     place = tmp_path_factory.mktemp("exact")
     write_zero_checkpoint(place, gpt_parameters(256, 6, 8_000), stage=3, ranks=2)
-    body = {"source": str(place), "to": "zero", "options": {"deepspeed": {"dp": 1}}}
+    body = {"source": str(place), "to": "zero", "layout": {"dp": 1}}
     return LayoutRequest.model_validate(body).conversion()
 
 

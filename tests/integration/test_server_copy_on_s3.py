@@ -16,7 +16,7 @@ from reshard.choices import ServerCopyPolicy, TargetFormat
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import RunLayout, SourceSpec
 from reshard_engine.integrity.manifest import parse_manifest
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
@@ -42,7 +42,7 @@ def _request(bucket: str, target: str, **options: Any) -> ConvertRequest:
         source=SourceSpec(url=f"s3://{bucket}/run"),
         target=f"s3://{bucket}/{target}/tag",
         to=TargetFormat.ZERO,
-        layout=NativeLayout(dp=2),
+        layout=RunLayout(dp=2),
         part_bytes=16 << 20,
         **options,
     )

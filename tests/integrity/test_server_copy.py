@@ -15,7 +15,7 @@ from reshard.choices import ServerCopyPolicy, TargetFormat
 from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import RunLayout, SourceSpec
 from reshard_engine.integrity.checksums import combine, without_prefix, without_suffix
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
 from reshard_engine.operations.conversion import Conversion
@@ -42,7 +42,7 @@ def store(save: Path) -> MemoryStore:
 
 
 def request(target: str, **options: Any) -> ConvertRequest:
-    wanted: dict[str, Any] = {"layout": NativeLayout(dp=2), "part_bytes": 4 * LEAST, **options}
+    wanted: dict[str, Any] = {"layout": RunLayout(dp=2), "part_bytes": 4 * LEAST, **options}
     return asked(source=SourceSpec(url=SOURCE), target=f"mem://out/{target}", to=TargetFormat.ZERO, **wanted)
 
 
@@ -104,7 +104,7 @@ def test_crc_of_a_range_is_solved_from_the_whole(before: bytes, inside: bytes, b
 def test_cuts_tile_files_within_the_limits_of_parts(save: Path, part: int, dp: int) -> None:
     store = MemoryStore(min_part_bytes=LEAST)
     store.load(save, "data/run")
-    plan = plan_of(store, part_bytes=part, layout=NativeLayout(dp=dp))
+    plan = plan_of(store, part_bytes=part, layout=RunLayout(dp=dp))
     numbers = part_numbers(plan.units)
     for number, file in enumerate(plan.files):
         chunks = [c for u in plan.units for c in u.chunks if c.file == number]
@@ -117,16 +117,16 @@ def test_cuts_tile_files_within_the_limits_of_parts(save: Path, part: int, dp: i
         for server_copy in (o for o in plan.server_copies if o.file == number):
             # Whole chunks: both ends are edges.
             assert {server_copy.begin, server_copy.end} <= {*edges, file.size_bytes}
-    again = plan_of(store, part_bytes=part, layout=NativeLayout(dp=dp))
+    again = plan_of(store, part_bytes=part, layout=RunLayout(dp=dp))
     assert (again.digest, again.to_json()) == (plan.digest, plan.to_json())
-    without = plan_of(store, part_bytes=part, layout=NativeLayout(dp=dp), server_copy=ServerCopyPolicy.NEVER)
+    without = plan_of(store, part_bytes=part, layout=RunLayout(dp=dp), server_copy=ServerCopyPolicy.NEVER)
     assert without.content_digest == plan.content_digest
     assert not without.server_copies
 
 
 def test_nothing_is_copied_between_two_stores(store: MemoryStore, save: Path) -> None:
     request = asked(
-        source=SourceSpec(url=str(save)), target="mem://out/t", to=TargetFormat.ZERO, layout=NativeLayout(dp=2)
+        source=SourceSpec(url=str(save)), target="mem://out/t", to=TargetFormat.ZERO, layout=RunLayout(dp=2)
     )
     with serving("mem", store):
         assert not Conversion.prepare(request.model_copy(update={"part_bytes": 4096})).plan.server_copies
@@ -137,7 +137,7 @@ def test_nothing_is_copied_between_two_stores(store: MemoryStore, save: Path) ->
 
 @pytest.mark.parametrize("dp", [1, 2, 4, 8])
 def test_bytes_are_those_of_a_conversion_without(store: MemoryStore, dp: int) -> None:
-    layout = NativeLayout(dp=dp)
+    layout = RunLayout(dp=dp)
     copied = convert(store, "with", layout=layout)
     plain = convert(store, "without", layout=layout, server_copy=ServerCopyPolicy.NEVER)
     assert files(store, "with") == files(store, "without")

@@ -12,7 +12,6 @@ from laws.deepspeed_files import Layout, Stage
 from laws.deepspeed_source import _config, _optimizer_values
 from laws.pipeline_source import TIED, Model, Part, Ranks, rules_of
 from laws.torch_values import cast
-from reshard.options import NativeLayout
 from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState
 from reshard_engine.testing.strategies import evenly
 
@@ -151,19 +150,17 @@ def configured(model: Model, ranks: Ranks) -> Model:
     return replace(model, state=replace(state, values={**state.values, "ds_config": config}, optimizer_values=extras))
 
 
-def native(ranks: Ranks, *, pad_to: int | None = None) -> NativeLayout:
-    """The request's layout for these ranks, every option said."""
+def native(ranks: Ranks, *, pad_to: int | None = None) -> dict[str, Any]:
+    """The request's options of the layout for these ranks, every option said."""
     data = ranks.data
-    return NativeLayout.model_validate(
-        {
-            "zero_stage": str(data.stage),
-            "dp": data.world,
-            "tp": ranks.tp,
-            "pp": ranks.pp,
-            "partition_method": ",".join(map(str, ranks.first)) if ranks.pp > 1 else None,
-            "vocab_divisor": pad_to,
-            "round_robin_gradients": data.round_robin,
-            "parameter_alignment": data.alignment,
-            "sub_group_size": data.sub_group_size,
-        }
-    )
+    return {
+        "zero_stage": str(data.stage),
+        "dp": data.world,
+        "tp": ranks.tp,
+        "pp": ranks.pp,
+        "partition_method": ",".join(map(str, ranks.first)) if ranks.pp > 1 else None,
+        "vocab_divisor": pad_to,
+        "round_robin_gradients": data.round_robin,
+        "parameter_alignment": data.alignment,
+        "sub_group_size": data.sub_group_size,
+    }

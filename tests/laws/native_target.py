@@ -14,6 +14,7 @@ from laws.targets import MANIFEST, overflowed, rounded, together
 from laws.torch_values import bits_of, load, tree_of
 from reshard.choices import TargetFormat
 from reshard.models.jobs import ConvertRequest
+from reshard.options import DeepSpeedOptions
 from reshard_engine.tensors.dtypes import SHORT_NAMES
 from reshard_engine.testing.logical import MASTER, Bits, Content, LogicalState, Saved, Tree
 
@@ -46,19 +47,18 @@ class NativeTarget:
     def options(self) -> st.SearchStrategy[Mapping[str, Any]]:
         """A stage, ranks, and the options that move elements."""
         dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
-        plain = st.fixed_dictionaries({"to": st.just(TargetFormat.ZERO), "dtype": dtypes, "layout": _FLAT | _SHARDED})
-        bf16 = st.fixed_dictionaries({"to": st.just(TargetFormat.ZERO), "dtype": st.just("bf16"), "layout": _BF16})
-        return plain | bf16
+        plain = st.tuples(dtypes, _FLAT | _SHARDED)
+        bf16 = st.tuples(st.just("bf16"), _BF16)
+        return (plain | bf16).map(lambda drawn: {"to": TargetFormat.ZERO, "dtype": drawn[0], **drawn[1]})
 
     def expected(self, saved: Saved, request: ConvertRequest) -> Content:
         """Masters and moments as they were, weights as stored, or rounded from masters, and what surrounds them."""
         saved = saved.in_the_run()
-        state, layout = saved.state, request.options.deepspeed
-        assert layout is not None
+        state, zero = saved.state, request.options.of(DeepSpeedOptions)
         assert request.dtype is not None
         late = saved.frozen_late
-        content = together(self._weights(state, SHORT_NAMES[request.dtype], late, sharded=layout.zero_stage == "3"))
-        if layout.zero_stage == "3":
+        content = together(self._weights(state, SHORT_NAMES[request.dtype], late, sharded=zero.zero_stage == "3"))
+        if zero.zero_stage == "3":
             owners = [replace(state.parameter(state.aliases[a]), fqn=a, group=None) for a in saved.copies]
             copied = self._weights(
                 replace(state, parameters=tuple(owners)), SHORT_NAMES[request.dtype], late, sharded=True

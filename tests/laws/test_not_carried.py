@@ -121,6 +121,6 @@ def test_a_planted_key_of_a_model_parallel_run_is_carried_or_named(
         source=SourceSpec(url=f"{SCHEME}://{SOURCE}"),
         target=f"{SCHEME}://lab/planted/{TARGET_NAME}",
         to=to,
-        layout=native(target, pad_to=model.pad_to) if to is TargetFormat.ZERO else None,
+        **(native(target, pad_to=model.pad_to) if to is TargetFormat.ZERO else {}),
     )
     _check(source, random, request, counts, times=3)

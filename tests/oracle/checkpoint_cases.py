@@ -20,7 +20,6 @@ from oracle.driver import ParallelOracle, Saved
 from oracle.outputs import convert
 from oracle.parallel_cases import PARALLEL_CASES, GptCase, Layout, ParallelCase, gpt_rules_yaml
 from oracle.truth import Resumed, differences, meta_differences
-from reshard.options import NativeLayout
 
 LOSS_TOLERANCE = 2e-6  # of losses around 3: six digits
 PIPELINE_LAYERS = 8  # embedding, positions, four blocks, the last norm, the head
@@ -61,12 +60,12 @@ class CheckpointCase:
         return bool(asdict(self.case)["dtype"] == "fp32")
 
     @property
-    def layout(self) -> NativeLayout:
-        """The layout that a conversion writes for the run that loads."""
+    def layout(self) -> dict[str, Any]:
+        """The options of the layout that a conversion writes for the run that loads."""
         case, target = self.case, self.target
         if isinstance(case, GptCase):
             return gpt_layout(case, target)
-        return NativeLayout(dp=target.dp, tp=target.tp, ep=target.ep, zero_stage=self.zero_stage)
+        return {"dp": target.dp, "tp": target.tp, "ep": target.ep, "zero_stage": self.zero_stage}
 
     @property
     def rules(self) -> str | None:
@@ -80,7 +79,7 @@ class CheckpointCase:
     def converted(self, run: Saved, parallel: ParallelOracle, tmp_path: Path) -> Resumed:
         """The run after DeepSpeed's plain load of converted files."""
         with self._group_limit():
-            convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=self.layout, rules=self.rules)
+            convert(run.dir, tmp_path / "to" / run.tag, "zero", **self.layout, rules=self.rules)
         return parallel.resume(self.case, self.target, tmp_path / "to", tmp_path / "plainly")
 
     def direct(self, run: Saved, parallel: ParallelOracle, tmp_path: Path) -> Resumed:
@@ -122,12 +121,12 @@ def assert_resumed(run: Saved, again: Resumed, *, losses: bool = True) -> None:
         assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
 
-def gpt_layout(case: GptCase, layout: Layout, **options: Any) -> NativeLayout:
-    """The layout that a conversion writes for a run of the small GPT."""
+def gpt_layout(case: GptCase, layout: Layout, **options: Any) -> dict[str, Any]:
+    """The options of the layout that a conversion writes for a run of the small GPT."""
     if layout.pp > 1:
         layers = PIPELINE_LAYERS - (case.positions == "tied")
         options = {"partition_method": case.partition_method, "pipeline_layers": layers} | options
-    return NativeLayout(tp=layout.tp, pp=layout.pp, dp=layout.dp, vocab_divisor=case.pad_to, **options)
+    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "vocab_divisor": case.pad_to, **options}
 
 
 def _axes(layout: Layout) -> str:

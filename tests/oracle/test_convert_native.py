@@ -38,7 +38,6 @@ from oracle.launcher import WorldError
 from oracle.outputs import convert, raw, read_bin, read_safetensors, read_universal, tensor_of
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, RawTensor, Truth, differences, meta_differences
 from reshard.errors import RequestError, SourceError
-from reshard.options import NativeLayout
 
 WORLDS = (1, 3, 4)
 # Each stage and dtype, and each feature that moves boundaries; `-m full` runs the rest of the zoo.
@@ -102,7 +101,7 @@ def _native(run: Trained, folder: Path, world: int, case: Case) -> Path:
     wanted: dict[str, Any] = {"dp": world, "zero_stage": stage}
     if case.sub_group_size is not None:
         wanted["sub_group_size"] = case.sub_group_size
-    convert(run.dir, folder / run.tag, "zero", layout=NativeLayout(**wanted))
+    convert(run.dir, folder / run.tag, "zero", **wanted)
     assert (folder / "latest").read_text() == run.tag
     return folder
 
@@ -149,8 +148,8 @@ def test_a_universal_checkpoint_becomes_native(
 ) -> None:
     converted = universal(name)
     run, case = converted.run, replace(converted.run.case, stage=stage)
-    layout = NativeLayout(dp=world, zero_stage=str(stage))
-    convert(converted.root, tmp_path / "out" / run.tag, "zero", layout=layout)
+    layout = dict[str, Any](dp=world, zero_stage=str(stage))
+    convert(converted.root, tmp_path / "out" / run.tag, "zero", **layout)
     resumed = oracle.resume_native(case, tmp_path / "out", tmp_path / "state", world=world)
     assert_native_continues(run, resumed, case, bf16_spread)
 
@@ -237,7 +236,7 @@ def test_amsgrad_goes_on_at_stage_2_and_fails_at_stage_3_as_a_warning_says(oracl
     with pytest.raises(WorldError, match="KeyError: 'max_exp_avg_sq'"):
         oracle.resume_universal(replace(run.case, stage=3), tmp_path / "any", tmp_path / "no", world=2)
     # What the warning advises.
-    convert(run.dir, tmp_path / "zero" / run.tag, "zero", options={"deepspeed": {"dp": 3, "zero_stage": "3"}})
+    convert(run.dir, tmp_path / "zero" / run.tag, "zero", layout={"dp": 3}, options={"deepspeed": {"zero_stage": "3"}})
     resumed = oracle.resume_native(replace(run.case, stage=3), tmp_path / "zero", tmp_path / "three", world=3)
     assert differences(run.truth, resumed.state) == []
     assert agree(resumed.losses, run.losses_after, significant=6)
@@ -254,9 +253,9 @@ def test_amsgrad_without_its_third_state_is_warned_of(oracle: Oracle, tmp_path: 
     assert "ends with KeyError: 'max_exp_avg_sq'" in said
     weights = convert(peer, tmp_path / "weights", "safetensors")
     assert not [text for text in weights.warnings if wanted in text]
-    convert_to = {"universal": None, "zero": NativeLayout(dp=2, zero_stage="2")}
+    convert_to = {"universal": {}, "zero": {"dp": 2, "zero_stage": "2"}}
     for to, layout in convert_to.items():
-        result = convert(peer, tmp_path / to / run.tag, to, layout=layout)
+        result = convert(peer, tmp_path / to / run.tag, to, **layout)
         assert said in result.warnings
         resume = oracle.resume_universal if to == "universal" else oracle.resume_native
         with pytest.raises(WorldError, match="KeyError: 'max_exp_avg_sq'"):
@@ -268,7 +267,7 @@ def test_asgd_is_refused_and_goes_on_by_what_the_error_says(oracle: Oracle, tmp_
     with pytest.raises(RequestError, match="optimizer state 'eta' is one number per group") as refused:
         convert(run.dir, tmp_path / "any" / run.tag, "universal")
     assert refused.value.fix.startswith("--to zero --dp N keeps it")
-    convert(run.dir, tmp_path / "zero" / run.tag, "zero", options={"deepspeed": {"dp": 3}})
+    convert(run.dir, tmp_path / "zero" / run.tag, "zero", layout={"dp": 3})
     resumed = oracle.resume_native(run.case, tmp_path / "zero", tmp_path / "out", world=3)
     assert differences(run.truth, resumed.state) == []
     assert agree(resumed.losses, run.losses_after, significant=6)

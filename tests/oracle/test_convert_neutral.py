@@ -20,7 +20,7 @@ from oracle.outputs import convert
 from oracle.truth import differences, meta_differences
 from reshard.choices import WeightDtype
 from reshard.errors import RequestError
-from reshard.options import NativeLayout
+from reshard.options import RunLayout
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.operations import requested
 
@@ -41,8 +41,8 @@ def _other_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requested, "named_checkpoint", bare)
 
 
-def _layout(stage: Any, world: int) -> NativeLayout:
-    return NativeLayout(dp=world, zero_stage="bf16" if stage == "bf16opt" else str(stage))
+def _layout(stage: Any, world: int) -> dict[str, Any]:
+    return dict[str, Any](dp=world, zero_stage="bf16" if stage == "bf16opt" else str(stage))
 
 
 @pytest.mark.parametrize(("name", "stage"), rest_full(NATIVE, *NATIVE[1:4]))
@@ -52,7 +52,7 @@ def test_plain_load_checkpoint_resumes(
     run = trained(name)
     case = replace(run.case, stage=stage)
     folder = tmp_path / "out"
-    convert(run.dir, folder / run.tag, "zero", layout=_layout(stage, 3), dtype=WeightDtype(case.dtype))
+    convert(run.dir, folder / run.tag, "zero", **_layout(stage, 3), dtype=WeightDtype(case.dtype))
     resumed = oracle.resume_native(case, folder, tmp_path / "state", world=3)
     assert differences(run.truth, resumed.state) == []
     assert [t for t in meta_differences(run.truth, resumed.state) if not t.startswith("loss_scale:")] == []
@@ -79,4 +79,4 @@ def test_a_universal_load_resumes(
 
 def test_a_stage_that_nothing_says_is_asked_for(trained: TrainedFactory, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="does not say which ZeRO stage"):
-        convert(trained("z2_bf16").dir, tmp_path / "out" / "step", "zero", layout=NativeLayout(dp=3))
+        convert(trained("z2_bf16").dir, tmp_path / "out" / "step", "zero", layout=RunLayout(dp=3))

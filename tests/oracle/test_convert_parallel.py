@@ -37,7 +37,7 @@ from oracle.truth import Resumed, differences
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import RunLayout, SourceSpec
 
 
 @pytest.mark.parametrize("case", sampled(PIPELINES, "gpt_fp32-tp2pp2dp2-pp2dp2", "gpt_fp32-tp2pp2dp2-tp4"), ids=str)
@@ -70,7 +70,7 @@ def test_positions_beside_a_tied_embedding_are_the_first_stages(
     trained_on: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     case, run = GPT_CASES["gpt_fp32_tied_positions"], trained_on("gpt_fp32_tied_positions", FULL)
-    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=gpt_layout(case, Layout(1, 2, 2)))
+    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", **gpt_layout(case, Layout(1, 2, 2)))
     assert any("another pipeline stage" in warning for warning in result.warnings)
     again = parallel.resume(case, Layout(1, 2, 2), tmp_path / "to", tmp_path / "out")
     # Stages load a layer's weights from its file, and the head has none: its unused copy stays as it was drawn.
@@ -92,7 +92,7 @@ def test_a_universal_checkpoint_of_a_pipeline_resumes_with_tensor_parallelism(
 def test_a_universal_checkpoint_of_a_pipeline_is_read_back(trained_on: TrainedOn, tmp_path: Path) -> None:
     case, run = GPT_CASES["gpt_fp32"], trained_on("gpt_fp32", FULL)
     convert(run.dir, tmp_path / "universal", "universal")
-    convert(tmp_path / "universal", tmp_path / "to", "zero", layout=gpt_layout(case, Layout(2, 1, 2)))
+    convert(tmp_path / "universal", tmp_path / "to", "zero", **gpt_layout(case, Layout(2, 1, 2)))
     source = SourceSpec(url=str(run.dir))
     for target in ("universal", "to"):
         report = load_engine().diff(source, SourceSpec(url=str(tmp_path / target)), DiffOptions())
@@ -108,7 +108,7 @@ def test_without_rules_nothing_is_guessed(trained_on: TrainedOn, tmp_path: Path)
     assert "2.attention.qkv.weight" in caught.value.details["parameters"]
     one = trained_on("gpt_fp32_bare", Layout(1, 1, 1))
     with pytest.raises(RequestError) as refused:
-        convert(one.dir, tmp_path / "to" / run.tag, "zero", layout=gpt_layout(case, Layout(2, 1, 1)))
+        convert(one.dir, tmp_path / "to" / run.tag, "zero", **gpt_layout(case, Layout(2, 1, 1)))
     assert refused.value.code == "request.unsatisfiable"
     assert "--rules" in refused.value.fix
 
@@ -149,8 +149,8 @@ def test_autotp_resumes_at_another_size(
 def test_autotp_goes_down_and_back(name: str, parallel: ParallelOracle, tmp_path: Path) -> None:
     case = AUTOTP_CASES[name]
     run = parallel.train(case, Layout(tp=2, dp=1), tmp_path / "from")
-    convert(run.dir, tmp_path / "one" / run.tag, "zero", layout=NativeLayout(dp=2, tp=1))
-    convert(tmp_path / "one", tmp_path / "back" / run.tag, "zero", layout=NativeLayout(dp=1, tp=2))
+    convert(run.dir, tmp_path / "one" / run.tag, "zero", layout=RunLayout(dp=2, tp=1))
+    convert(tmp_path / "one", tmp_path / "back" / run.tag, "zero", layout=RunLayout(dp=1, tp=2))
     again = parallel.resume(case, Layout(tp=2, dp=1), tmp_path / "back", tmp_path / "out")
     assert_resumed(run, again)
 
@@ -241,7 +241,7 @@ def test_the_same_layout_is_written_as_deepspeed_writes_it(trained_on: TrainedOn
     for name in ("autoep_z1", "autoep_bf16opt", "autoep_z3_sub_groups"):
         run = trained_on(name, _ranks(4, 2))
         target = tmp_path / name / run.tag
-        convert(run.dir, target, "zero", layout=NativeLayout(dp=4, ep=2))
+        convert(run.dir, target, "zero", layout=RunLayout(dp=4, ep=2))
         theirs = {path.name: path for path in run.tag_dir.glob("*.pt")}
         assert {path.name for path in target.glob("*.pt")} == set(theirs)
         for file, path in theirs.items():
@@ -289,7 +289,7 @@ def test_impossible_targets_are_refused(
 ) -> None:
     run = trained_on(name, _ranks(2, 2))
     with pytest.raises(RequestError, match=what) as caught:
-        convert(run.dir, tmp_path / run.tag, "zero", layout=NativeLayout(**options))
+        convert(run.dir, tmp_path / run.tag, "zero", **options)
     assert caught.value.code == "request.unsatisfiable"
     assert caught.value.fix.startswith("--")
 
@@ -306,7 +306,7 @@ def test_the_universal_form_loads_and_goes_back(
     again = _resume(parallel, sharded, tmp_path, _ranks(4, 4), load_universal=True)
     assert differences(run.truth, again.state) == []
     back = tmp_path / "back" / run.tag
-    convert(tmp_path / "to", back, "zero", layout=NativeLayout(dp=4, ep=4, zero_stage="1"))
+    convert(tmp_path / "to", back, "zero", dp=4, ep=4, zero_stage="1")
     loaded = parallel.resume(case, _ranks(4, 4), back.parent, tmp_path / "out_back")
     assert_resumed(run, loaded)
 
@@ -320,7 +320,7 @@ def test_the_peers_universal_form_is_read(
         "oracle.peers:peer_universal", world=1, tag_dir=str(run.tag_dir), out_dir=str(tmp_path / "peer")
     )
     assert got[0]["error"] is None
-    convert(tmp_path / "peer", tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=2, ep=2, zero_stage=name[-1]))
+    convert(tmp_path / "peer", tmp_path / "to" / run.tag, "zero", dp=2, ep=2, zero_stage=name[-1])
     again = _resume(parallel, AUTOEP_CASES[name], tmp_path, _ranks(2, 2))
     assert differences(run.truth, again.state) == []
 
@@ -331,7 +331,7 @@ def test_deepspeed_converts_what_we_write(
 ) -> None:
     run = trained_on(name, _ranks(4, 2))
     native = tmp_path / "native" / run.tag
-    convert(run.dir, native, "zero", layout=NativeLayout(dp=4, ep=4))
+    convert(run.dir, native, "zero", layout=RunLayout(dp=4, ep=4))
     got = parallel.worlds.run(
         "oracle.peers:peer_universal", world=1, tag_dir=str(native), out_dir=str(tmp_path / "peer")
     )
@@ -353,6 +353,6 @@ def test_deepspeed_itself_resumes_frozen_experts_wrongly_at_stage_2(
     same = parallel.resume(case, _ranks(2, 2), run.dir, tmp_path / "same")
     assert differences(run.truth, same.state) == ["frozen/layers.0.moe.experts.w2: bits differ"]
     convert(run.dir, tmp_path / "universal", "universal")
-    convert(tmp_path / "universal", tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=2, ep=2, zero_stage="1"))
+    convert(tmp_path / "universal", tmp_path / "to" / run.tag, "zero", dp=2, ep=2, zero_stage="1")
     again = _resume(parallel, AUTOEP_CASES["autoep_z1_frozen"], tmp_path, _ranks(2, 2))
     assert_resumed(run, again)

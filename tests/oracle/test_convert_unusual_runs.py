@@ -22,7 +22,7 @@ from oracle.outputs import convert, raw, read_safetensors
 from oracle.truth import Truth, differences
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import SourceSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -39,7 +39,7 @@ def test_sgd_without_momentum_is_not_taken_for_a_run_before_its_first_step(
     assert not [text for text in _inspected(run) if "first step" in text]
     if stage == 0:
         return  # without states, parameters of the optimizer have no names
-    convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=NativeLayout(dp=3, zero_stage=str(stage)))
+    convert(run.dir, tmp_path / "out" / run.tag, "zero", dp=3, zero_stage=str(stage))
     resumed = oracle.resume_native(run.case, tmp_path / "out", tmp_path / "state", world=3, steps=2)
     assert resumed.state.kind("fp32") == run.truth.kind("fp32")
     assert resumed.losses == pytest.approx(run.losses_after, rel=1e-6)
@@ -56,8 +56,8 @@ def test_adafactor_goes_on_without_the_mean_of_each_ranks_partition(
     case = Case("adafactor", stage, "fp32", optimizer="adafactor", unused=False)
     run = oracle.train(case, tmp_path, steps_after=3)
     for ranks in (3, 2):
-        layout = NativeLayout(dp=ranks, zero_stage=str(stage))
-        result = convert(run.dir, tmp_path / f"{ranks}" / run.tag, "zero", layout=layout)
+        layout = dict[str, Any](dp=ranks, zero_stage=str(stage))
+        result = convert(run.dir, tmp_path / f"{ranks}" / run.tag, "zero", **layout)
         assert [f"{entry.path}: {entry.reason}" for entry in result.not_carried] == [RMS]
         assert ("depend on the number of ranks" in " ".join(result.warnings)) == (ranks == 3)
         resumed = oracle.resume_native(case, tmp_path / f"{ranks}", tmp_path / f"state{ranks}", world=ranks)
@@ -108,8 +108,8 @@ def test_other_numbers_of_each_rank_are_refused_by_name(oracle: Oracle, tmp_path
         (state,) = states["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
         state["scale"] = state.pop("RMS")
         torch.save(states, path)
-    layout = NativeLayout(dp=3, zero_stage="2")
-    for to, options in (("zero", {"layout": layout}), ("universal", {})):
+    layout = dict[str, Any](dp=3, zero_stage="2")
+    for to, options in (("zero", layout), ("universal", {})):
         with pytest.raises(RequestError, match="'scale' is one number for each rank's partition") as caught:
             convert(run.dir, tmp_path / to, to, **options)
         assert caught.value.code == "request.unsatisfiable"
@@ -205,8 +205,8 @@ def test_sequence_parallel_runs_are_read_and_resumed(stage: Stage, oracle: Oracl
     shared = oracle.worlds.run("oracle.sequence:train", world=4, case=case.to_json(), **where)
     assert shared == [4] * 4
     assert load_engine().inspect(SourceSpec(url=where["save_dir"])).world == {"dp": 4, "tp": 1, "pp": 1}
-    layout = NativeLayout(dp=2, zero_stage=str(stage))
-    convert(tmp_path / "ckpt", tmp_path / "out" / tag, "zero", layout=layout)
+    layout = dict[str, Any](dp=2, zero_stage=str(stage))
+    convert(tmp_path / "ckpt", tmp_path / "out" / tag, "zero", **layout)
     resumed = oracle.resume_native(case, tmp_path / "out", tmp_path / "state", world=2, steps=1)
     assert differences(Truth(tmp_path / "truth.safetensors", tmp_path / "truth.json"), resumed.state) == []
 

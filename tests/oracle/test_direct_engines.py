@@ -32,7 +32,6 @@ from oracle.launcher import WorldError, Worlds
 from oracle.outputs import convert
 from oracle.parallel_cases import GPT_CASES, PARALLEL_CASES, Layout
 from oracle.truth import Resumed, differences, meta_differences
-from reshard.options import NativeLayout
 
 
 def _same(left: Resumed, right: Resumed) -> None:
@@ -108,7 +107,7 @@ def _taken_over(
     if case.sub_group_size is not None:
         wanted["sub_group_size"] = case.sub_group_size
     dtype = None if case.dtype == run.case.dtype else case.dtype
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(**wanted), dtype=dtype)
+    convert(run.dir, tmp_path / "to" / run.tag, "zero", **wanted, dtype=dtype)
     plainly = oracle.resume_native(case, tmp_path / "to", tmp_path / "plainly", world=world, load=load)
     return directly, plainly
 

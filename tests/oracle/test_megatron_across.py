@@ -27,7 +27,7 @@ from oracle.whole_tensors import whole
 from reshard.choices import NameScheme, OpaquePolicy, TargetFormat
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest
-from reshard.options import DeepSpeedOptions, MegatronOptions, Options, SourceSpec
+from reshard.options import MegatronOptions, Options, SourceSpec
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.megatron.across import renamed_from_deepspeed
 from reshard_engine.formats.sources import read_checkpoint
@@ -290,11 +290,14 @@ def _read(name: str) -> Checkpoint:
 
 
 def _request(args: dict[str, Any] | None = None) -> ConvertRequest:
-    options = Options(
-        deepspeed=DeepSpeedOptions(names=NameScheme.MEGATRON_CORE),
-        megatron=MegatronOptions(hf_rules=GROUPED, megatron_args=None if args is None else json.dumps(args)),
+    megatron = MegatronOptions(hf_rules=GROUPED, megatron_args=None if args is None else json.dumps(args))
+    return ConvertRequest(
+        source=SourceSpec(url="/source"),
+        target="/target",
+        to=TargetFormat.MEGATRON,
+        names=NameScheme.MEGATRON_CORE,
+        options=Options(megatron=megatron),
     )
-    return ConvertRequest(source=SourceSpec(url="/source"), target="/target", to=TargetFormat.MEGATRON, options=options)
 
 
 def test_every_lacking_fact_is_named() -> None:

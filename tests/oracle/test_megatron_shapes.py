@@ -25,7 +25,7 @@ from oracle.truth import Resumed, Truth, differences, meta_differences
 from reshard.choices import VerifyLevel, WeightDecayGroups, ZeroStage
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
-from reshard.options import DeepSpeedOptions, SourceSpec
+from reshard.options import SourceSpec
 
 WORDS = "language_model.embedding.word_embeddings.weight"
 LOSS_TOLERANCE = 2e-6  # of losses around 4: six digits
@@ -50,8 +50,8 @@ def trained(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactory) 
     return train
 
 
-def _layout(case: MegatronCase, layout: Layout, **options: Any) -> DeepSpeedOptions:
-    return DeepSpeedOptions(tp=layout.tp, dp=layout.dp, zero_stage=ZeroStage(str(case.stage)), **options)
+def _layout(case: MegatronCase, layout: Layout, **options: Any) -> dict[str, Any]:
+    return {"tp": layout.tp, "dp": layout.dp, "zero_stage": ZeroStage(str(case.stage)), **options}
 
 
 def _padding(state: Truth) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_groups_are_those_of_the_target_and_come_back(
     tmp_path: Path,
 ) -> None:
     run = trained(source, CUT)
-    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(target, layout))
+    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", **_layout(target, layout))
     assert _says(result.warnings, f"param groups: {1 if source is ONE_GROUP else 2} became")
     assert _says(result.warnings, "10 of 26 parameters have weight decay 0.1")
     assert _says(result.warnings, "--weight-decay-groups keep")
@@ -111,7 +111,7 @@ def test_groups_are_those_of_the_target_and_come_back(
     # Weight decay is another one from here on: the first loss is of the state that was loaded, the next are not.
     assert again.losses[0] == pytest.approx(run.losses_after[0], abs=LOSS_TOLERANCE)
 
-    convert(tmp_path / "to" / run.tag, tmp_path / "back" / run.tag, "zero", layout=_layout(source, layout))
+    convert(tmp_path / "to" / run.tag, tmp_path / "back" / run.tag, "zero", **_layout(source, layout))
     back = parallel.resume(source, layout, tmp_path / "back", tmp_path / "out_back")
     _assert_holds(run, back)
     assert meta_differences(run.truth, back.state) == []
@@ -122,7 +122,7 @@ def test_a_nested_module_without_leaves_keeps_its_places(
     trained: Trained, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     run, layout = trained(ONE_GROUP, CUT), Layout(tp=2, dp=1)
-    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(ONE_GROUP, layout))
+    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", **_layout(ONE_GROUP, layout))
     assert not _says(result.warnings, "param groups")
     again = parallel.resume(ONE_GROUP, layout, tmp_path / "to", tmp_path / "out")
     _assert_holds(run, again)
@@ -141,7 +141,7 @@ def test_groups_that_do_not_follow_the_stage_are_kept(
     """A source at ZeRO-3 with weight decay shows that its code groups otherwise; of another the user says it."""
     run, layout = trained(source, CUT), Layout(tp=2, dp=1)
     told = {} if source is OWN_CODE else {"weight_decay_groups": WeightDecayGroups.KEEP}
-    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(target, layout, **told))
+    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", **_layout(target, layout, **told))
     assert not _says(result.warnings, "param groups")
     again = parallel.resume(target, layout, tmp_path / "to", tmp_path / "out")
     _assert_holds(run, again)
@@ -157,9 +157,9 @@ def test_kept_groups_stay_kept_on_the_way_through_the_universal_form(
     told = {} if source is OWN_CODE else {"weight_decay_groups": WeightDecayGroups.KEEP}
     convert(run.dir, tmp_path / "u" / run.tag, "universal", **told)
     layout = _layout(ONE_GROUP, Layout(tp=2, dp=1))
-    result = convert(tmp_path / "u" / run.tag, tmp_path / "to" / run.tag, "zero", layout=layout)
+    result = convert(tmp_path / "u" / run.tag, tmp_path / "to" / run.tag, "zero", **layout)
     assert not _says(result.warnings, "param groups")
-    direct = convert(run.dir, tmp_path / "direct" / run.tag, "zero", layout=layout.model_copy(update=told))
+    direct = convert(run.dir, tmp_path / "direct" / run.tag, "zero", **layout | told)
     assert not _says(direct.warnings, "param groups")
     groups = [
         [
@@ -212,7 +212,7 @@ def test_padding_of_the_same_size_is_kept(
 ) -> None:
     run = trained(TWO_GROUPS, CUT)
     assert all(found["rows"] == 48 and found["nonzero"] > 0 for found in _padding(run.truth).values())
-    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(TWO_GROUPS, layout))
+    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", **_layout(TWO_GROUPS, layout))
     assert not _says(result.warnings, "padding")
     assert not _says(result.warnings, "zeros")
     again = parallel.resume(TWO_GROUPS, layout, tmp_path / "to", tmp_path / "out")
@@ -381,9 +381,7 @@ def test_one_rank_without_rules_is_said_to_be_fit_for_one_rank(
 
 def test_a_family_grows_one_rank_natively(trained: Trained, parallel: ParallelOracle, tmp_path: Path) -> None:
     run, layout = trained(TWO_GROUPS, Layout(dp=2)), Layout(tp=2, dp=1)
-    result = convert(
-        run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(TWO_GROUPS, layout), family="gpt-megatron"
-    )
+    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", **_layout(TWO_GROUPS, layout), family="gpt-megatron")
     # It changes how heads are cut, and nothing proves their order.
     assert _says(result.warnings, "query_key_value")
     again = parallel.resume(TWO_GROUPS, layout, tmp_path / "to", tmp_path / "out")
@@ -396,7 +394,7 @@ def test_a_family_grows_one_rank_natively(trained: Trained, parallel: ParallelOr
 
 def test_the_tracker_lies_beside_latest(trained: Trained, tmp_path: Path) -> None:
     run = trained(TWO_GROUPS, CUT)
-    result = convert(run.dir, tmp_path / run.tag, "zero", layout=_layout(TWO_GROUPS, Layout(tp=2, dp=1)))
+    result = convert(run.dir, tmp_path / run.tag, "zero", **_layout(TWO_GROUPS, Layout(tp=2, dp=1)))
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_bytes() == b"3"
     # Neither the cut nor the padding changes: there is nothing to warn of.
     assert result.warnings == ()
@@ -415,7 +413,7 @@ def test_ensure_writes_the_iteration_of_the_tag(trained: Trained, tmp_path: Path
 
 def test_arguments_that_name_the_layout_are_no_difference(trained: Trained, tmp_path: Path) -> None:
     run = trained(TWO_GROUPS, CUT)
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(TWO_GROUPS, Layout(tp=1, dp=3)))
+    convert(run.dir, tmp_path / "to" / run.tag, "zero", **_layout(TWO_GROUPS, Layout(tp=1, dp=3)))
     sides = SourceSpec(url=str(run.dir)), SourceSpec(url=str(tmp_path / "to"))
     report = load_engine().diff(*sides, DiffOptions())
     assert report.equal, report.differences

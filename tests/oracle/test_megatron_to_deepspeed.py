@@ -27,7 +27,7 @@ from oracle.test_megatron_out import STEP, Stage, megatron_is_needed, run
 from reshard.choices import NameScheme, OpaquePolicy, TargetFormat
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest, ConvertResult
-from reshard.options import DeepSpeedOptions, MegatronOptions, Options, SourceSpec
+from reshard.options import MegatronOptions, Options, SourceSpec
 from reshard_engine.checkpoint import Checkpoint, ParamGroup, Scalar
 from reshard_engine.formats.megatron.across import renamed_to_deepspeed, with_loss_scale
 from reshard_engine.formats.megatron.model import MegatronFacts
@@ -325,14 +325,15 @@ def test_what_a_request_does_not_say_is_refused(
 
 
 def _request(args: dict[str, Any] | None = None, *, split: bool = False) -> ConvertRequest:
-    options = Options(
-        deepspeed=DeepSpeedOptions(names=NameScheme.MEGATRON_PLAIN),
-        megatron=MegatronOptions(
-            hf_rules=SPLIT if split else GROUPED, megatron_args=None if args is None else json.dumps(args)
-        ),
+    megatron = MegatronOptions(
+        hf_rules=SPLIT if split else GROUPED, megatron_args=None if args is None else json.dumps(args)
     )
     return ConvertRequest(
-        source=SourceSpec(url="/source"), target="/target", to=TargetFormat.UNIVERSAL, options=options
+        source=SourceSpec(url="/source"),
+        target="/target",
+        to=TargetFormat.UNIVERSAL,
+        names=NameScheme.MEGATRON_PLAIN,
+        options=Options(megatron=megatron),
     )
 
 

@@ -13,7 +13,7 @@ from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert
 from oracle.truth import differences
-from reshard.options import NativeLayout
+from reshard.options import RunLayout
 
 
 @pytest.mark.parametrize(("name", "world"), [("z2_fp32", 3), ("z3_fp32", 1), ("z1_fp32", 4)])
@@ -36,6 +36,6 @@ def test_ds_to_universal_reads_a_mount(oracle: Oracle, trained: TrainedFactory, 
     words = ("--to", "zero", "--dp", "3", "--exact-crcs")
     with mounted(run.dir, tmp_path.resolve() / "mnt", *words) as found:
         assert oracle.peer_universal(found.target, tmp_path / "of-mount" / "universal") is None
-    convert(run.dir, tmp_path / "run2" / run.tag, "zero", layout=NativeLayout(dp=3))
+    convert(run.dir, tmp_path / "run2" / run.tag, "zero", layout=RunLayout(dp=3))
     assert oracle.peer_universal(tmp_path / "run2" / run.tag, tmp_path / "of-files" / "universal") is None
     assert files_below(tmp_path / "of-mount") == files_below(tmp_path / "of-files")

@@ -6,7 +6,7 @@ docs/optimizers.md has the table that these tests prove.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from oracle.outputs import convert, read_universal
 from oracle.rank_optimizers import MAKE
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences, meta_differences
 from reshard.errors import RequestError, SourceError
-from reshard.options import NativeLayout
 
 MUON: dict[str, Case] = {
     case.name: case
@@ -60,8 +59,8 @@ def muon(name: str, oracle: Oracle, factory: pytest.TempPathFactory) -> Trained:
 def native(run: Trained, folder: Path, world: int) -> tuple[str, ...]:
     """Converts to as many ranks of the same stage; the warnings."""
     stage = "bf16" if run.case.stage == "bf16opt" else str(run.case.stage)
-    layout = NativeLayout(dp=world, zero_stage=stage, sub_group_size=run.case.sub_group_size)
-    result = convert(run.dir, folder / run.tag, "zero", layout=layout)
+    layout = dict[str, Any](dp=world, zero_stage=stage, sub_group_size=run.case.sub_group_size)
+    result = convert(run.dir, folder / run.tag, "zero", **layout)
     assert result.not_carried == ()
     return result.warnings
 
@@ -136,18 +135,18 @@ def test_muon_by_way_of_other_formats(
     name: str, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     run = muon(name, oracle, tmp_path_factory)
-    layout = NativeLayout(dp=2, zero_stage=str(run.case.stage), sub_group_size=run.case.sub_group_size)
+    layout = dict[str, Any](dp=2, zero_stage=str(run.case.stage), sub_group_size=run.case.sub_group_size)
     convert(run.dir, tmp_path / "any" / run.tag, "universal")
     found = reshard.diff(run.tag_dir, tmp_path / "any" / run.tag)
     assert [d for d in found.differences if d.name != "counters and client state"] == []
     if name == "z2_bf16":
         for source, out in ((run.dir, "direct"), (tmp_path / "any" / run.tag, "through")):
-            convert(source, tmp_path / out / run.tag, "zero", layout=layout)
+            convert(source, tmp_path / out / run.tag, "zero", **layout)
         assert reshard.diff(tmp_path / "direct" / run.tag, tmp_path / "through" / run.tag).differences == ()
     else:
         # Under `zero.Init` a run at ZeRO-3 keeps matrices in another order, and loads them by their places.
         with pytest.raises(RequestError, match=r"at ZeRO-3 under zero\.Init in the model's order"):
-            convert(tmp_path / "any" / run.tag, tmp_path / "no" / run.tag, "zero", layout=layout)
+            convert(tmp_path / "any" / run.tag, tmp_path / "no" / run.tag, "zero", **layout)
     reshard.convert(run.tag_dir, tmp_path / "dcp", to="dcp", framework="state-dict")
     ranks: dict[str, Any] = {"dp": 2, "rank_framework": "accelerate", "device_type": "cpu", "fsdp_version": 2}
     reshard.convert(run.tag_dir, tmp_path / "ranks", to="fsdp_ranks", **ranks)
@@ -156,7 +155,7 @@ def test_muon_by_way_of_other_formats(
         assert [d for d in kept if d.kind != "state" and d.name != "counters and client state"] == []
     # FSDP has no optimizer of DeepSpeed's, and DeepSpeed's has no groups of another's making.
     with pytest.raises(RequestError, match=r"different optimizer states|in the order of their shapes") as caught:
-        convert(tmp_path / "dcp", tmp_path / "back" / run.tag, "zero", layout=layout, dtype="fp32")
+        convert(tmp_path / "dcp", tmp_path / "back" / run.tag, "zero", **layout, dtype="fp32")
     assert caught.value.code == "request.unsatisfiable"
 
 
@@ -175,15 +174,15 @@ def test_momenta_that_do_not_fit_are_refused(
     oracle: Oracle, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     run = muon("z1_fp32", oracle, tmp_path_factory)
-    layout = NativeLayout(dp=2, zero_stage="1")
+    layout = dict[str, Any](dp=2, zero_stage="1")
     cut = _tampered(run, tmp_path / "cut", 1, lambda t: t[:-1].clone())
     with pytest.raises(SourceError, match="DeepSpeed's Muon keeps whole matrices at ZeRO-1 and 2") as caught:
-        convert(cut, tmp_path / "out", "zero", layout=layout)
+        convert(cut, tmp_path / "out", "zero", **layout)
     assert caught.value.code == "checkpoint.coverage"
     # A partition has 282 elements: the second matrix of 187 is on the first rank and on the second.
     unlike = _tampered(run, tmp_path / "unlike", 1, lambda t: t + 1.0)
     with pytest.raises(SourceError, match="momentum_buffer") as caught:
-        convert(unlike, tmp_path / "out", "zero", layout=layout)
+        convert(unlike, tmp_path / "out", "zero", **layout)
     assert caught.value.code == "checkpoint.disagreement"
     assert not (tmp_path / "out").exists()
 
@@ -198,7 +197,7 @@ def test_a_config_that_is_a_path_does_not_say_how_muon_is_laid_out(
     for path in (source / run.tag).glob("*.pt"):
         states = torch.load(path, weights_only=False)
         torch.save({**states, "ds_config": "ds_config.json"}, path)
-    options: dict[str, Any] = {"layout": NativeLayout(dp=2, zero_stage="1"), "dtype": "fp32"}
+    options: dict[str, Any] = {"dp": 2, "zero_stage": "1", "dtype": "fp32"}
     with pytest.raises(RequestError, match="keeps whole matrices on each rank, or parts of them with") as caught:
         convert(source, tmp_path / "out", "zero", **options)
     assert caught.value.code == "request.unsatisfiable"
@@ -228,8 +227,8 @@ def test_other_optimizers_keep_their_states(name: str, stage: Stage, oracle: Ora
     run = oracle.train(case, tmp_path / "run", world=2)
     kinds = run.truth.kinds | run.truth.meta["scalars"].keys()
     assert kinds - {"fp32", "module", "frozen", "buffer"} == OTHERS[name]
-    layout = NativeLayout(dp=3, zero_stage=str(stage))
-    assert convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=layout).not_carried == ()
+    layout = dict[str, Any](dp=3, zero_stage=str(stage))
+    assert convert(run.dir, tmp_path / "out" / run.tag, "zero", **layout).not_carried == ()
     resumed = oracle.resume_native(case, tmp_path / "out", tmp_path / "state", world=3)
     assert differences(run.truth, resumed.state) == []
     assert meta_differences(run.truth, resumed.state) == []
@@ -255,20 +254,15 @@ def test_other_optimizers_keep_their_states(name: str, stage: Stage, oracle: Ora
 
 def _refused_by_name(source: Path, tmp_path: Path, named: str) -> None:
     """No target of a training state takes it, each says the state's name, and the weights come out."""
-    layout = NativeLayout(dp=3, zero_stage="2")
-    for to, options in (("zero", {"layout": layout}), ("universal", {}), ("dcp", {"framework": "state-dict"})):
+    layout = dict[str, Any](dp=3, zero_stage="2")
+    for to, options in (("zero", layout), ("universal", {}), ("dcp", {"framework": "state-dict"})):
         with pytest.raises(RequestError, match=named) as caught:
-            reshard.convert(source, tmp_path / to / "step3", to=to, progress=False, **_flat(options))
+            reshard.convert(source, tmp_path / to / "step3", to=to, progress=False, **options)
         assert caught.value.code == "request.unsatisfiable"
         assert str(caught.value.fix).startswith("write the weights alone: --to safetensors; or go on with the source")
         assert not (tmp_path / to).exists()
     result = reshard.convert(source, tmp_path / "weights", to="safetensors", progress=False)
     assert "optimizer" in {entry.path for entry in result.not_carried}
-
-
-def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    layout = options.get("layout")
-    return dict(options) if layout is None else {"dp": layout.dp, "zero_stage": layout.zero_stage}
 
 
 @pytest.mark.skipif(not is_here("torchao"), reason="torchao is not installed")

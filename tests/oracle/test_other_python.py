@@ -21,7 +21,7 @@ from oracle.driver import Oracle, Trained
 from oracle.launcher import Worlds
 from oracle.outputs import convert
 from oracle.truth import Resumed, Truth, differences, meta_differences
-from reshard.options import NativeLayout
+from reshard.options import RunLayout
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "tests" / "data"
@@ -62,7 +62,7 @@ def _frozen(name: str, case: str, folder: Path) -> Trained:
 
 
 def _resume(run: Trained, oracle: Oracle, folder: Path, world: int) -> Resumed:
-    convert(run.dir, folder / "out" / run.tag, "zero", layout=NativeLayout(dp=world))
+    convert(run.dir, folder / "out" / run.tag, "zero", layout=RunLayout(dp=world))
     return oracle.resume_native(run.case, folder / "out", folder / "state", world=world)
 
 

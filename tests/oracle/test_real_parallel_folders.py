@@ -18,7 +18,7 @@ from reshard.choices import NameScheme, WeightDtype, ZeroStage
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import RunLayout, SourceSpec
 
 TAG = "global_step3"
 # (tensor parallel, pipeline, data parallel): another in every dimension that the model allows.
@@ -55,7 +55,7 @@ def test_deepspeed_reads_the_truth_in_our_native_form(name: str, oracle: Oracle,
     folder = real_checkpoint(name)
     tp, pp, dp = ELSEWHERE[name]
     native = tmp_path / "native" / TAG
-    convert(folder / "src", native, "zero", layout=NativeLayout(tp=tp, pp=pp, dp=dp))
+    convert(folder / "src", native, "zero", layout=RunLayout(tp=tp, pp=pp, dp=dp))
     error = oracle.peer_universal(native, tmp_path / "peer", megatron=True, nested="nopipe" in name)
     assert error is None
     assert wrong_atoms(tmp_path / "peer", expected(folder)) == []
@@ -73,8 +73,8 @@ def test_a_pipeline_without_pipeline_has_the_names_shapes_orders_and_nesting_of_
     """The two folders hold one model, trained with pipeline and without."""
     piped = real_checkpoint("llama_fp32_z1_tp2pp2dp2") / "src"
     plain = real_checkpoint("llama_bf16_z3_nopipe_tp2dp2") / "src" / TAG
-    layout = NativeLayout(tp=2, dp=2, zero_stage=ZeroStage.STAGE_3)
-    convert(piped, tmp_path / TAG, "zero", layout=layout, names=NameScheme.MEGATRON_PLAIN, dtype=WeightDtype.BF16)
+    layout = dict[str, Any](tp=2, dp=2, zero_stage=ZeroStage.STAGE_3)
+    convert(piped, tmp_path / TAG, "zero", **layout, names=NameScheme.MEGATRON_PLAIN, dtype=WeightDtype.BF16)
     for rank in ("zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_01"):
         file = f"{rank}_model_states.pt"
         ours, theirs = load_any(tmp_path / TAG / file), load_any(plain / file)
@@ -97,8 +97,8 @@ def test_a_pipeline_without_pipeline_has_the_names_shapes_orders_and_nesting_of_
 def test_names_go_there_and_back(name: str, there: str, back: str, tmp_path: Path) -> None:
     folder = real_checkpoint(name)
     pp = 2 if there == "megatron-pipeline" else 1
-    layout = NativeLayout(tp=2, pp=pp, dp=1, zero_stage=ZeroStage.STAGE_1)
-    convert(folder / "src", tmp_path / TAG, "zero", layout=layout, names=NameScheme(there))
+    layout = dict[str, Any](tp=2, pp=pp, dp=1, zero_stage=ZeroStage.STAGE_1)
+    convert(folder / "src", tmp_path / TAG, "zero", **layout, names=NameScheme(there))
     convert(tmp_path / TAG, tmp_path / "universal", "universal", names=NameScheme(back))
     assert wrong_atoms(tmp_path / "universal", expected(folder)) == []
 
@@ -115,14 +115,14 @@ def test_a_universal_form_by_deepspeed_is_read(name: str, oracle: Oracle, tmp_pa
 def test_heads_are_not_cut_through(tmp_path: Path) -> None:
     folder = real_checkpoint("llama_fp32_z1_tp2pp2dp2")
     with pytest.raises(RequestError) as caught:
-        convert(folder / "src", tmp_path / TAG, "zero", layout=NativeLayout(tp=4, dp=1))
+        convert(folder / "src", tmp_path / TAG, "zero", layout=RunLayout(tp=4, dp=1))
     assert caught.value.code == "request.unsatisfiable"
     assert "2 heads do not divide by 4" in caught.value.message
     assert caught.value.fix == "--tp 2"
 
 
 def _said(folder: Path, target: Path, **layout: Any) -> tuple[str, ...]:
-    return convert(folder / "src", target / TAG, "zero", layout=NativeLayout(**layout)).warnings
+    return convert(folder / "src", target / TAG, "zero", **layout).warnings
 
 
 def test_warnings_stand_where_they_matter(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_warnings_stand_where_they_matter(tmp_path: Path) -> None:
 def test_only_the_layout_differs_after_a_conversion(name: str, tmp_path: Path) -> None:
     folder = real_checkpoint(name)
     tp, pp, dp = ELSEWHERE[name]
-    convert(folder / "src", tmp_path / "to" / TAG, "zero", layout=NativeLayout(tp=tp if tp < 4 else 1, pp=pp, dp=dp))
+    convert(folder / "src", tmp_path / "to" / TAG, "zero", layout=RunLayout(tp=tp if tp < 4 else 1, pp=pp, dp=dp))
     sides = SourceSpec(url=str(folder / "src")), SourceSpec(url=str(tmp_path / "to"))
     report = load_engine().diff(*sides, DiffOptions())
     assert report.equal, report.differences
@@ -151,8 +151,8 @@ def test_only_the_layout_differs_after_a_conversion(name: str, tmp_path: Path) -
 def test_groups_are_those_of_the_stage(stage: str, groups: int, tmp_path: Path) -> None:
     """One at ZeRO-3 without weight decay; elsewhere matrices apart, with that of the run's scheduler."""
     folder = real_checkpoint("llama_bf16_z3_nopipe_tp2dp2")
-    layout = NativeLayout(tp=2, dp=1, zero_stage=ZeroStage(stage))
-    result = convert(folder / "src", tmp_path / TAG, "zero", layout=layout)
+    layout = dict[str, Any](tp=2, dp=1, zero_stage=ZeroStage(stage))
+    result = convert(folder / "src", tmp_path / TAG, "zero", **layout)
     assert any("param groups: 1 became 2" in line for line in result.warnings) is (groups == 2)
     file = load_any(tmp_path / TAG / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
     found = (file["base_optimizer_state"] if groups == 2 else file["optimizer_state_dict"])["param_groups"]
@@ -215,7 +215,7 @@ def test_experts_have_their_global_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dp", "ep"), [(4, 4), (2, 1)])
 def test_experts_on_other_ranks_are_the_same(dp: int, ep: int, tmp_path: Path) -> None:
     source = real_checkpoint(PEER_UNREADABLE) / "src"
-    convert(source, tmp_path / "native" / TAG, "zero", layout=NativeLayout(dp=dp, ep=ep))
+    convert(source, tmp_path / "native" / TAG, "zero", layout=RunLayout(dp=dp, ep=ep))
     convert(tmp_path / "native", tmp_path / "again", "universal")
     convert(source, tmp_path / "direct", "universal")
     ours = {p.relative_to(tmp_path / "again"): p.read_bytes() for p in (tmp_path / "again").glob("zero/**/*.pt")}
@@ -283,7 +283,7 @@ def test_an_average_reaches_every_target(tmp_path: Path) -> None:
     source = real_checkpoint("gpt_bf16_z1_tp2pp2dp2") / "src" / TAG
     names = _averaging(source, tmp_path / "from" / TAG)
     convert(tmp_path / "from" / TAG, tmp_path / "direct", "universal")
-    native = NativeLayout(tp=1, dp=3, pp=2)
+    native = RunLayout(tp=1, dp=3, pp=2)
     convert(tmp_path / "from" / TAG, tmp_path / "native" / TAG, "zero", layout=native)
     convert(tmp_path / "native" / TAG, tmp_path / "again", "universal")
     for fqn in names:

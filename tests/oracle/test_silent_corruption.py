@@ -27,7 +27,7 @@ from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, VOCAB, GptCase, Layou
 from oracle.real_folders import expected, wrong_atoms
 from oracle.truth import differences, meta_differences
 from reshard.errors import RequestError, SourceError
-from reshard.options import NativeLayout
+from reshard.options import DeepSpeedOptions, RunLayout
 from reshard_engine.formats.deepspeed.parallel.ranks import boundaries
 
 ONE, FULL = Layout(1, 1, 1), Layout(2, 2, 2)
@@ -47,14 +47,14 @@ def test_growing_from_one_rank_needs_rules(parallel: ParallelOracle, oracle: Ora
     two = Layout(2, 1, 1)
     run = parallel.train(case, ONE, tmp_path / "from")
 
-    layout = NativeLayout(tp=2, dp=1, vocab_divisor=case.pad_to)
+    layout = dict[str, Any](tp=2, dp=1, vocab_divisor=case.pad_to)
     with pytest.raises(RequestError) as caught:
-        convert(run.dir, tmp_path / "refused" / run.tag, "zero", layout=layout)
+        convert(run.dir, tmp_path / "refused" / run.tag, "zero", **layout)
     assert caught.value.code == "request.unsatisfiable"
     assert "nothing says how tensor parallelism cuts" in caught.value.message
     assert "--rules" in caught.value.fix
 
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=layout, rules=_rules(case))
+    convert(run.dir, tmp_path / "to" / run.tag, "zero", **layout, rules=_rules(case))
     ours = parallel.resume(case, two, tmp_path / "to", tmp_path / "ours")
     assert differences(run.truth, ours.state) == []
     assert ours.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
@@ -88,15 +88,15 @@ def test_rules_of_the_request_win_over_the_checkpoints_own(
 ) -> None:
     case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_on("gpt_fp32_qkv_blocks", FULL)
     wrong = _without_blocks(parallel, run, tmp_path)
-    layout = NativeLayout(tp=1, pp=1, dp=2, vocab_divisor=case.pad_to)
-    convert(wrong / run.tag, tmp_path / "to" / run.tag, "zero", layout=layout, rules=_rules(case))
+    layout = dict[str, Any](tp=1, pp=1, dp=2, vocab_divisor=case.pad_to)
+    convert(wrong / run.tag, tmp_path / "to" / run.tag, "zero", **layout, rules=_rules(case))
     again = parallel.resume(case, Layout(1, 1, 2), tmp_path / "to", tmp_path / "out")
     assert differences(run.truth, again.state) == []
     assert meta_differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
     # What it was told is in what was written: the next conversion cuts it rightly without being told again.
-    on = NativeLayout(tp=2, pp=1, dp=1, vocab_divisor=case.pad_to)
-    convert(tmp_path / "to" / run.tag, tmp_path / "on" / run.tag, "zero", layout=on)
+    on = dict[str, Any](tp=2, pp=1, dp=1, vocab_divisor=case.pad_to)
+    convert(tmp_path / "to" / run.tag, tmp_path / "on" / run.tag, "zero", **on)
     cut = parallel.resume(case, Layout(2, 1, 1), tmp_path / "on", tmp_path / "out_on")
     assert differences(run.truth, cut.state) == []
 
@@ -106,16 +106,16 @@ def test_rules_of_the_request_add_to_the_checkpoints_own(
 ) -> None:
     case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_on("gpt_fp32_qkv_blocks", FULL)
     wrong = _without_blocks(parallel, run, tmp_path)
-    layout = NativeLayout(tp=1, pp=1, dp=2, vocab_divisor=case.pad_to)
+    layout = dict[str, Any](tp=1, pp=1, dp=2, vocab_divisor=case.pad_to)
     # One sentence of the user; all others are the checkpoint's.
     one = yaml.safe_dump({"parameter_with_sub_params": gpt_rules(case)["parameter_with_sub_params"]})
-    convert(wrong / run.tag, tmp_path / "to" / run.tag, "zero", layout=layout, rules=one)
+    convert(wrong / run.tag, tmp_path / "to" / run.tag, "zero", **layout, rules=one)
     again = parallel.resume(case, Layout(1, 1, 2), tmp_path / "to", tmp_path / "out")
     assert differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
     # Unless the user says that nothing else counts.
     with pytest.raises(SourceError) as caught:
-        convert(wrong / run.tag, tmp_path / "no" / run.tag, "zero", layout=layout, rules=f"default: refuse\n{one}")
+        convert(wrong / run.tag, tmp_path / "no" / run.tag, "zero", **layout, rules=f"default: refuse\n{one}")
     assert caught.value.code == "checkpoint.unexplained"
     assert "--rules" in caught.value.fix
     assert "--family" in caught.value.fix
@@ -137,8 +137,8 @@ def test_round_robin_switched(
     theirs = oracle.resume_native(case, run.dir, tmp_path / "theirs", world=run.world)
     assert any(line.startswith("fp32/") for line in differences(run.truth, theirs.state))
 
-    layout = NativeLayout(dp=run.world, round_robin_gradients=flipped)
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=layout)
+    layout = dict[str, Any](dp=run.world, round_robin_gradients=flipped)
+    convert(run.dir, tmp_path / "to" / run.tag, "zero", **layout)
     ours = oracle.resume_native(case, tmp_path / "to", tmp_path / "ours", world=run.world)
     assert differences(run.truth, ours.state) == []
     assert ours.wrong_weights == []
@@ -180,11 +180,11 @@ def test_ranks_with_three_digits(kind: str, tmp_path: Path) -> None:
         shapes = {f"{layer}.weight": ((2, 3), Part("column", layer)) for layer in range(MANY)}
         model = seeded_model(shapes, piped=True, layers=MANY, told=False)
         ranks = Ranks(1, tuple(range(MANY)), DataRanks(1, 1))
-        back = NativeLayout(dp=1, pp=MANY, partition_method=",".join(map(str, range(MANY))))
+        back = dict[str, Any](dp=1, pp=MANY, partition_method=",".join(map(str, range(MANY))))
     else:
         shapes = {"up.weight": ((MANY, 2), Part("column", 0)), "down.weight": ((2, 2 * MANY), Part("row", 0))}
         model = seeded_model(shapes, piped=False, layers=1, told=False)
-        ranks, back = Ranks(MANY, (0,), DataRanks(1, 1)), NativeLayout(dp=1, tp=MANY)
+        ranks, back = Ranks(MANY, (0,), DataRanks(1, 1)), RunLayout(dp=1, tp=MANY)
     ParallelWriter(model, ranks, tmp_path / "from").write()
     source = tmp_path / "from" / ranks.data.tag
     assert _numbers(source) == list(range(MANY))
@@ -193,9 +193,9 @@ def test_ranks_with_three_digits(kind: str, tmp_path: Path) -> None:
     assert names.index("mp_rank_100_model_states.pt") < names.index("mp_rank_11_model_states.pt")
 
     rules = "default: column\nparameter_with_row_parallelism_patterns: ['down.*']\n"
-    convert(source, tmp_path / "one" / "step", "zero", layout=NativeLayout(dp=1), rules=rules)
+    convert(source, tmp_path / "one" / "step", "zero", layout=RunLayout(dp=1), rules=rules)
     _assert_holds(tmp_path / "one" / "step", model)
-    convert(tmp_path / "one" / "step", tmp_path / "many" / "step", "zero", layout=back, rules=rules)
+    convert(tmp_path / "one" / "step", tmp_path / "many" / "step", "zero", **back, rules=rules)
     assert _numbers(tmp_path / "many" / "step") == list(range(MANY))
     for path in source.glob("*_optim_states.pt"):
         ours, theirs = (_archive(folder / path.name) for folder in (tmp_path / "many" / "step", source))
@@ -210,7 +210,7 @@ def test_ranks_with_three_digits(kind: str, tmp_path: Path) -> None:
 def test_uneven_heads_of_autotp(parallel: ParallelOracle, tmp_path: Path) -> None:
     case = AUTOTP_CASES["autotp_z1_uneven"]  # three key-value heads: two ranks hold two and one
     run = parallel.train(case, Layout(tp=2, dp=1), tmp_path / "from")
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=1, tp=3))
+    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=RunLayout(dp=1, tp=3))
     again = parallel.resume(case, Layout(tp=3, dp=1), tmp_path / "to", tmp_path / "out")
     assert differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
@@ -220,7 +220,7 @@ def test_heads_of_autotp_are_not_cut_through(parallel: ParallelOracle, tmp_path:
     # 24 rows divide by four ranks, three heads do not; only the widths of the two ranks tell that there are three.
     run = parallel.train(AUTOTP_CASES["autotp_z1_uneven"], Layout(tp=2, dp=1), tmp_path / "from")
     with pytest.raises(RequestError) as caught:
-        convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=1, tp=4))
+        convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=RunLayout(dp=1, tp=4))
     assert (caught.value.code, caught.value.fix) == ("request.unsatisfiable", "--tp 3")
     assert "3 heads are fewer than 4 ranks" in caught.value.message
     assert not (tmp_path / "to" / run.tag).exists()
@@ -235,7 +235,9 @@ def test_heads_that_share_keys_are_not_cut_through(trained_on: TrainedOn, tmp_pa
             run.dir,
             tmp_path / "to" / run.tag,
             "zero",
-            layout=NativeLayout(tp=4, dp=1, vocab_divisor=case.pad_to),
+            tp=4,
+            dp=1,
+            vocab_divisor=case.pad_to,
             rules=f"{_rules(case)}{heads}\n",
         )
     assert (caught.value.code, caught.value.fix) == ("request.unsatisfiable", "--tp 2")
@@ -252,7 +254,7 @@ def test_vocabularies_are_padded_anew(trained_on: TrainedOn, parallel: ParallelO
     source = run.dir
     for tp, rows in ((1, 40), (4, 64), (2, 48)):  # each made from the one before
         target = tmp_path / f"tp{tp}"
-        convert(source, target / run.tag, "zero", layout=NativeLayout(tp=tp, dp=1, vocab_divisor=case.pad_to))
+        convert(source, target / run.tag, "zero", tp=tp, dp=1, vocab_divisor=case.pad_to)
         parts = [load(target / run.tag / f"layer_00-model_{r:02d}-model_states.pt")["tokens.weight"] for r in range(tp)]
         assert {len(part) for part in parts} == {rows // tp}
         whole = torch.cat(parts)
@@ -291,7 +293,7 @@ def test_stage_3_of_megatron_as_universal(tmp_path: Path) -> None:
     convert(folder / "src", tmp_path / "universal", "universal")
     assert wrong_atoms(tmp_path / "universal", expected(folder)) == []
     # And by way of another layout at another stage.
-    convert(folder / "src", tmp_path / "way" / "step", "zero", layout=NativeLayout(tp=1, dp=3, zero_stage="1"))
+    convert(folder / "src", tmp_path / "way" / "step", "zero", tp=1, dp=3, zero_stage="1")
     convert(tmp_path / "way" / "step", tmp_path / "again", "universal")
     assert wrong_atoms(tmp_path / "again", expected(folder)) == []
 
@@ -322,21 +324,21 @@ def test_stages_hold_the_layers_that_deepspeed_gives_them(data: st.DataObject, t
     whole = [*weights, *([weights[0]] if tied else []), *[0] * trailing]
     stages = data.draw(st.integers(1, min(6, len(whole))))
     own = {layer: weight for layer, weight in enumerate(weights) if weight}
-    layout = NativeLayout(dp=1, pp=stages, partition_method="parameters", pipeline_layers=len(whole))
+    asked = DeepSpeedOptions(partition_method="parameters", pipeline_layers=len(whole))
     expected = [int(cut) for cut in partition_balanced(whole, stages)]
-    assert boundaries(layout, own, {}, tied=tied) == expected
-    uniform = layout.model_copy(update={"partition_method": "uniform"})
-    assert boundaries(uniform, own, {}, tied=tied) == partition_uniform(len(whole), stages)
+    assert boundaries(stages, asked, own, {}, tied=tied) == expected
+    uniform = asked.model_copy(update={"partition_method": "uniform"})
+    assert boundaries(stages, uniform, own, {}, tied=tied) == partition_uniform(len(whole), stages)
     if {_stage(expected, layer) for layer in own} == set(range(stages)):
         # Where every stage holds parameters, nobody needs to say how many layers without any come last.
-        known = boundaries(layout.model_copy(update={"pipeline_layers": None}), own, {}, tied=tied)
+        known = boundaries(stages, asked.model_copy(update={"pipeline_layers": None}), own, {}, tied=tied)
         assert [_stage(known, layer) for layer in own] == [_stage(expected, layer) for layer in own]
     kinds = {layer: weight for layer, weight in own.items() if weight == 7}
     if len(kinds) > 1:
-        by_type = layout.model_copy(update={"partition_method": "type:block"})
+        by_type = asked.model_copy(update={"partition_method": "type:block"})
         shapes = {layer: "block" if layer in kinds else layer for layer in own}
         matching = [int(layer in kinds) for layer in range(len(whole))]
-        assert boundaries(by_type, own, shapes, tied=tied) == partition_balanced(matching, stages)
+        assert boundaries(stages, by_type, own, shapes, tied=tied) == partition_balanced(matching, stages)
 
 
 # -- what a conversion must not forget ---------------------------------------------------------------------------------
@@ -348,9 +350,9 @@ def test_heads_are_remembered(tmp_path: Path) -> None:
     rules = "parameter_with_column_parallelism_patterns: ['qkv.*']\n"
     heads = "parameter_with_heads: [{patterns: ['qkv.*'], heads: 6}]\n"
     way = tmp_path / "way" / "step"
-    convert(tmp_path / "from", way, "zero", layout=NativeLayout(tp=2, dp=1), rules=rules + heads)
+    convert(tmp_path / "from", way, "zero", layout=RunLayout(tp=2, dp=1), rules=rules + heads)
     with pytest.raises(RequestError, match="6 heads do not divide by 4"):
-        convert(way, tmp_path / "to" / "step", "zero", layout=NativeLayout(tp=4, dp=1))
+        convert(way, tmp_path / "to" / "step", "zero", layout=RunLayout(tp=4, dp=1))
 
 
 @pytest.mark.parametrize("widths", [((3, 3), (3, 3)), ((4, 2), (2, 4))], ids=["even", "uneven"])
@@ -372,8 +374,8 @@ def test_widths_of_sections_are_remembered(
         f"sub_param_shard_widths: {{'qkv.*': {[list(w) for w in widths]}}}\n"
     )
     way = tmp_path / "way" / "step"
-    convert(tmp_path / "from", way, "zero", layout=NativeLayout(tp=2, dp=1), rules=rules)
-    convert(way, tmp_path / "to" / "step", "zero", layout=NativeLayout(dp=1))
+    convert(tmp_path / "from", way, "zero", layout=RunLayout(tp=2, dp=1), rules=rules)
+    convert(way, tmp_path / "to" / "step", "zero", layout=RunLayout(dp=1))
     _assert_holds(tmp_path / "to" / "step", model)
 
 
@@ -387,6 +389,6 @@ def test_buffers_of_a_pipelines_layers_are_kept(tmp_path: Path) -> None:
         ("mp_rank_00_model_states.pt", {"buffer_names": ["1.mask"]}),
     ):
         torch.save(_archive(tag / name) | change, tag / name)
-    convert(tag, tmp_path / "to" / "step", "zero", layout=NativeLayout(dp=2))
+    convert(tag, tmp_path / "to" / "step", "zero", layout=RunLayout(dp=2))
     found = _archive(tmp_path / "to" / "step" / "layer_01-model_00-model_states.pt")
     assert torch.equal(found["mask"], torch.arange(5.0))

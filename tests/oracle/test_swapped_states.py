@@ -22,7 +22,7 @@ from oracle.launcher import WorldError
 from oracle.outputs import convert
 from reshard.errors import SourceError
 from reshard.local import load_engine
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import SourceSpec
 
 CASE = "z3_nvme"
 
@@ -150,7 +150,7 @@ def test_frozen_weights_that_deepspeed_left_out_are_named(run: Trained) -> None:
 
 def test_deepspeed_says_so_when_a_run_on_nvme_loads_the_result(run: Trained, oracle: Oracle, tmp_path: Path) -> None:
     """It looks for swap files, which are nothing of an ordinary checkpoint: nobody goes on without moments unawares."""
-    convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=NativeLayout(dp=2, sub_group_size=150))
+    convert(run.dir, tmp_path / "out" / run.tag, "zero", dp=2, sub_group_size=150)
     with pytest.raises(WorldError, match=r"FileNotFoundError.*offloaded_tensors"):
         oracle.resume_native(run.case, tmp_path / "out", tmp_path / "state", world=2)
 

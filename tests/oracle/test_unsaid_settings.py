@@ -25,7 +25,7 @@ from oracle.truth import Truth, differences
 from oracle.unsaid import swapped_places
 from reshard.choices import WeightDtype
 from reshard.errors import RequestError, SourceError
-from reshard.options import NativeLayout
+from reshard.options import RunLayout
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -33,8 +33,8 @@ def test_a_bf16_run_says_no_loss_scale(stage: Any, trained: TrainedFactory, orac
     """Its scaler says 1 for good, which an fp16 run would take over: no step would ever be scaled again."""
     run = trained("z2_bf16")
     case = replace(run.case, stage=stage, dtype="fp16")
-    layout = NativeLayout(dp=3, zero_stage=str(stage))  # pyright: ignore[reportArgumentType]
-    result = convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=layout, dtype=WeightDtype.FP16)
+    layout = dict[str, Any](dp=3, zero_stage=str(stage))  # pyright: ignore[reportArgumentType]
+    result = convert(run.dir, tmp_path / "out" / run.tag, "zero", **layout, dtype=WeightDtype.FP16)
     assert [w for w in result.warnings if "says no loss scale: the run's config gives it" in w]
     resumed = oracle.resume_native(case, tmp_path / "out", tmp_path / "state", world=3)
     assert resumed.state.meta["loss_scale"] == 2.0**case.loss_scale_power
@@ -48,9 +48,9 @@ def test_loaders_that_require_a_scale_get_none_of_our_making(
     stage: Any, trained: TrainedFactory, tmp_path: Path
 ) -> None:
     run = trained("z2_bf16")
-    layout = NativeLayout(dp=3, zero_stage=stage)
+    layout = dict[str, Any](dp=3, zero_stage=stage)
     with pytest.raises(RequestError, match="says no loss scale") as refused:
-        convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=layout, dtype=WeightDtype.FP16)
+        convert(run.dir, tmp_path / "out" / run.tag, "zero", **layout, dtype=WeightDtype.FP16)
     assert refused.value.fix.startswith("--zero-stage 1")  # type: ignore[union-attr]
 
 
@@ -223,7 +223,7 @@ def _by_path(oracle: Oracle, case: Case, folder: Path, world: int) -> Trained:
 @pytest.mark.parametrize("name", ["z2_round_robin", "z1_round_robin_two_groups", "z2_fp32"])
 def test_files_show_round_robin_where_the_config_is_a_path(name: str, oracle: Oracle, tmp_path: Path) -> None:
     run = _by_path(oracle, CASES[name], tmp_path / "source", 2)
-    result = convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=NativeLayout(dp=3))
+    result = convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=RunLayout(dp=3))
     assert result.warnings == ()
     resumed = oracle.resume_native(run.case, tmp_path / "out", tmp_path / "state", world=3)
     assert differences(run.truth, resumed.state) == []
@@ -238,9 +238,9 @@ def test_a_universal_form_with_exchanged_values_is_refused(
     assert oracle.peer_universal(run.tag_dir, tmp_path / "peer/step") is None
     file = tmp_path / "peer/step/mp_rank_00_model_states.pt"
     torch.save(torch.load(file, weights_only=False) | {"ds_config": "ds_config.json"}, file)
-    layout = NativeLayout(dp=1, zero_stage="1")  # pyright: ignore[reportArgumentType]
+    layout = dict[str, Any](dp=1, zero_stage="1")  # pyright: ignore[reportArgumentType]
     with pytest.raises(SourceError, match=r"differ, in .* parameters") as refused:
-        convert(tmp_path / "peer/step", tmp_path / "out/step", "zero", layout=layout)
+        convert(tmp_path / "peer/step", tmp_path / "out/step", "zero", **layout)
     assert refused.value.code == "checkpoint.disagreement"
     assert refused.value.fix == "convert the original checkpoint, which is read correctly"
 
@@ -248,7 +248,7 @@ def test_a_universal_form_with_exchanged_values_is_refused(
 def test_a_type_that_nothing_says_is_asked_for(oracle: Oracle, tmp_path: Path) -> None:
     """ZeRO-3 stores masters alone. A bf16 run looks for other file names than those of an fp32 run."""
     run = _by_path(oracle, CASES["z3_bf16"], tmp_path / "source", 2)
-    layout = NativeLayout(dp=3)
+    layout = RunLayout(dp=3)
     with pytest.raises(RequestError, match="does not say in which element type") as refused:
         convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=layout)
     assert refused.value.fix == "--dtype bf16|fp16|fp32"

@@ -23,7 +23,7 @@ from oracle.outputs import convert, raw, tensor_of
 from oracle.train import RESUME_SEED
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, Truth, differences
 from reshard.local import load_engine
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import SourceSpec
 
 RUNS = {"model": Case("compiled", 2, "bf16", compiled="model"), "layers": Case("layers", 1, "bf16", compiled="layers")}
 pytestmark = [
@@ -99,7 +99,7 @@ def test_the_compiled_run_goes_on_on_other_ranks(
 ) -> None:
     run = runs[name]
     stage = str(run.case.stage)
-    convert(run.dir, tmp_path / "zero" / run.tag, "zero", layout=NativeLayout(dp=3, zero_stage=stage))
+    convert(run.dir, tmp_path / "zero" / run.tag, "zero", dp=3, zero_stage=stage)
     resumed = oracle.resume_native(run.case, tmp_path / "zero", tmp_path / "state", world=3)
     assert differences(run.truth, resumed.state) == []
     convert(run.dir, tmp_path / "any" / run.tag, "universal")

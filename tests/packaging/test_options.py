@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+import reshard.models
 from house.repository import ROOT
 from reshard.api.wire import convert_request
 from reshard.choices import TargetFormat
@@ -35,11 +36,12 @@ from reshard.option import option_of as option_of_field
 from reshard.options import (
     ConversionOptions,
     DeepSpeedOptions,
-    NativeLayout,
     Options,
     PeftOptions,
+    RunLayout,
     SourceSpec,
     WeightsOptions,
+    former_place,
 )
 from reshard.wire_model import invalid
 from reshard_engine.plan.planner import request_facts
@@ -50,10 +52,15 @@ from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings
 
 OF_FORMATS = option_fields()
+_NOT_OPTIONS = {"source", "target", "to", "layout", "options", "plan"}
 FIELDS: dict[str, FieldInfo] = {
     **{n: f for n, f in SourceSpec.model_fields.items() if n != "url"},
     **{n: f for n, (_, f) in OF_FORMATS.items()},
-    **{n: f for n, f in ConvertRequest.model_fields.items() if n not in {"source", "target", "to", "options", "plan"}},
+    **{
+        n: f
+        for n, f in ConvertRequest.model_fields.items()
+        if n not in {"source", "target", "to", "layout", "options", "plan"}
+    },
 }
 """Every option, by its name in requests."""
 SAMPLES: dict[str, Any] = {
@@ -84,7 +91,7 @@ IN_FILES = {"model_files", "base", "trainer_files"}
 """Options that a plan's digest holds by what they make: the bytes of files, and the facts of merged weights."""
 
 
-OF_ENTRY_POINTS = {n for n, (name, _) in OF_FORMATS.items() if name not in Options.model_fields}
+OF_ENTRY_POINTS = {n for n, (place, _) in OF_FORMATS.items() if place[-1] not in (*Options.model_fields, "layout")}
 """Options of formats that an entry point names: the command line makes their flags of their fields."""
 
 
@@ -153,7 +160,9 @@ def test_a_flag_arrives_in_its_field(field: str, tmp_path: Path) -> None:
         for flags in (ConversionFlags(to=TargetFormat.SAFETENSORS), flags_with(field, value))
     )
     places = ["source"] if field in SourceSpec.model_fields else []
-    places = ["options", OF_FORMATS[field][0]] if field in OF_FORMATS else places
+    places = [*OF_FORMATS[field][0]] if field in OF_FORMATS else places
+    before = {"layout": RunLayout().model_dump()} | before  # left out where nothing is given
+    after = {"layout": RunLayout().model_dump()} | after
     for place in [*places, field]:
         assert {n for n in before | after if before.get(n) != after.get(n)} == {place}
         before, after = before.get(place), after[place]
@@ -217,7 +226,9 @@ def test_an_argument_of_the_client_arrives_nested(field: str) -> None:
     value = {"max_shard_bytes": 5, "rules": "{}", "megatron_args": "{}"}.get(field) or sample(field)
     options: Any = {field: value}
     made = convert_request("a", "b", TargetFormat.TORCH, options)
-    assert made.options.given() == {OF_FORMATS[field][0]: {field: value}}
+    within = made.layout if OF_FORMATS[field][0] == ("layout",) else getattr(made.options, OF_FORMATS[field][0][-1])
+    assert within.given() == {field: value}
+    assert sum(map(len, made.options.given().values())) + len(made.layout.given()) == 1
     assert ConvertRequest.model_validate_json(made.model_dump_json()) == made
 
 
@@ -226,16 +237,16 @@ def test_the_client_takes_a_layout_as_one_value() -> None:
         return convert_request("a", "b", TargetFormat.ZERO, {"family": "bloom", "adapter": None, **options})  # type: ignore[typeddict-item]
 
     found = made(layout={"dp": 3, "tp": 2})
-    assert found.options.given() == {"deepspeed": {"dp": 3, "tp": 2, "family": "bloom"}}
-    assert found == made(layout=NativeLayout(dp=3, tp=2))
-    assert made(layout=None).options.given() == {"deepspeed": {"family": "bloom"}}
+    assert (found.layout, found.options.given()) == (RunLayout(dp=3, tp=2), {"deepspeed": {"family": "bloom"}})
+    assert found == made(layout=RunLayout(dp=3, tp=2)) == made(dp=3, tp=2) == made(layout={"dp": 3}, tp=2)
+    assert made(layout=None).layout == RunLayout()
 
 
 @pytest.mark.parametrize("field", OF_FORMATS)
 def test_an_option_of_a_format_stands_below_it(field: str) -> None:
     with pytest.raises(ValidationError) as caught:
         ConvertRequest.model_validate({**_PLACED, field: None})
-    place = f"options.{OF_FORMATS[field][0]}.{field}"
+    place = ".".join((*OF_FORMATS[field][0], field))
     assert invalid(caught.value).message == f"{field} is not a known field here: its place is {place}"
     with pytest.raises(ValidationError) as caught:
         SubmitRequest.model_validate({**_PLACED, "labels": {}, field: None, "colour": 1})
@@ -244,8 +255,83 @@ def test_an_option_of_a_format_stands_below_it(field: str) -> None:
 
 def test_a_field_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValidationError) as caught:
-        ConvertRequest.model_validate({**_PLACED, "layout": {"dp": 1}})
-    assert invalid(caught.value).message == "layout is not a known field"
+        ConvertRequest.model_validate({**_PLACED, "layouts": {"dp": 1}})
+    assert invalid(caught.value).message == "layouts is not a known field"
+
+
+# The places that options had in 0.1.0, among those of a format.
+
+MOVED: dict[str, tuple[tuple[str, ...], str, Any]] = {
+    "dp": (("layout",), "deepspeed.dp", 3),
+    "tp": (("layout",), "deepspeed.tp", 2),
+    "pp": (("layout",), "deepspeed.pp", 2),
+    "ep": (("layout",), "deepspeed.ep", 2),
+    "vpp": (("layout",), "megatron.virtual_pipeline", 2),
+    "vocab_divisor": ((), "deepspeed.vocab_divisor", 128),
+    "names": ((), "deepspeed.names", "hf"),
+    "rng": ((), "deepspeed.rng", "drop"),
+}
+"""The present place of the model, the former place below `options`, and a value."""
+
+
+def at(place: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """A value nested at a place."""
+    return value if not place else {place[0]: at(place[1:], value)}
+
+
+def test_every_moved_option_is_tried() -> None:
+    fields = {**dict(ConversionOptions.model_fields), **dict(RunLayout.model_fields)}
+    assert {n for n, info in fields.items() if former_place(info) is not None} == {*MOVED}
+
+
+@pytest.mark.parametrize("field", MOVED)
+def test_a_moved_option_is_taken_at_its_former_place(field: str) -> None:
+    """By requests without a word, for they may be stored; by the client with a warning. Digests are of that place."""
+    within, former, value = MOVED[field]
+    before = {**_PLACED, **at(("options", *former.split(".")), value)}
+    after = {**_PLACED, **at((*within, field), value)}
+    old, new = (SubmitRequest.model_validate(body) for body in (before, after))
+    assert old == new != SubmitRequest.model_validate(_PLACED)
+    said = new.digested()
+    assert said == old.digested()
+    assert not {"layout", *MOVED} & said.keys()
+    format_name, name = former.split(".")
+    assert said["options"][format_name][name] == value
+    assert request_facts(new)["options"][format_name] == {name: value}  # type: ignore[index]
+    text = f"options.{former} is now {'.'.join((*within, field))}; the former place works for this release"
+    with pytest.warns(DeprecationWarning, match=re.escape(text)):
+        made = convert_request("a", "b", "dcp", at(("options", *former.split(".")), value))  # type: ignore[arg-type]
+    assert made == ConvertRequest.model_validate(after)
+    with pytest.raises(ValidationError) as caught:
+        ConvertRequest.model_validate({**before, **at((*within, field), value)})
+    assert f"options.{former} is the former place of {'.'.join((*within, field))}" in str(caught.value)
+
+
+def test_a_native_layout_works_for_one_more_release() -> None:
+    with pytest.warns(DeprecationWarning, match="NativeLayout is now RunLayout"):
+        layout = reshard.models.NativeLayout(dp=2, zero_stage="3", rng="drop")
+    said = [
+        f"layout.{n} is now {place}" for n, place in (("zero_stage", "options.deepspeed.zero_stage"), ("rng", "rng"))
+    ]
+    with pytest.warns(DeprecationWarning, match=said[0]), pytest.warns(DeprecationWarning, match=said[1]):
+        made = convert_request("a", "b", "zero", {"layout": layout})
+    expected = {"layout": {"dp": 2}, "options": {"deepspeed": {"zero_stage": "3"}}, "rng": "drop"}
+    assert made == ConvertRequest.model_validate({**_PLACED, "to": "zero", **expected})
+
+
+def test_the_api_names_places_that_have_moved(tmp_path: Path) -> None:
+    """A request of 0.1.0 is taken, and its answer warns, in the header that RFC 9111 had for it."""
+    settings = ServiceSettings(jobs=JobSettings(database_url=f"sqlite:///{tmp_path}/jobs.db"))
+    source = str(ROOT / "tests" / "data" / "zero2_tiny")
+    with TestClient(create_app(settings)) as api:
+        before, after = (
+            api.post("/v1/plans", json={"source": source, "target": str(tmp_path / "to"), "to": "zero", **body})
+            for body in ({"options": {"deepspeed": {"dp": 2}}}, {"layout": {"dp": 2}})
+        )
+    assert (before.status_code, after.status_code) == (200, 200)
+    assert before.json()["digest"] == after.json()["digest"]
+    assert before.headers["Warning"] == '299 - "options.deepspeed.dp is now layout.dp"'
+    assert "Warning" not in after.headers
 
 
 FORMER = {"framework": ("grammar", "torchtitan")}
@@ -301,10 +387,12 @@ def test_a_renamed_option_keeps_its_name_in_digests(tmp_path: Path) -> None:
     [
         ({"options": []}, "options is not an object"),
         ({"options": {"deepspeed": 5}}, "options.deepspeed is not an object"),
-        ({"options": {"deepspeed": {"dp": 0}}}, "options.deepspeed.dp is below 1"),
+        ({"layout": {"dp": 0}}, "layout.dp is below 1"),
         ({"options": {"deepspeed": {"dq": 1}}}, "options.deepspeed.dq is not a known field"),
-        ({"layout": 7}, "layout is not a known field"),
-        ({"layout": {"dp": "x"}}, "options.deepspeed.dp is not a whole number"),
+        ({"layout": 7}, "layout is not an object"),
+        ({"layout": {"dq": 1}}, "layout.dq is not a known field"),
+        ({"layout": {"dp": "x"}}, "layout.dp is not a whole number"),
+        ({"layout": 7, "dp": 1}, "layout is not an object"),
         ({"options": {"deepspeed": 5}, "layout": {"dp": 1}}, "options.deepspeed is not an object"),
     ],
 )
@@ -329,7 +417,7 @@ def test_the_api_takes_every_option(tmp_path: Path) -> None:
 
 
 def test_a_text_is_a_source() -> None:
-    fields = {"target": "b", "to": "zero", "options": {"deepspeed": {"dp": 3}}}
+    fields = {"target": "b", "to": "zero", "layout": {"dp": 3}}
     short = ConvertRequest.model_validate({"source": "s3://bucket/run", **fields})
     assert short == ConvertRequest.model_validate({"source": {"url": "s3://bucket/run"}, **fields})
     assert ConvertRequest.model_validate_json(short.model_dump_json()) == short

@@ -27,7 +27,7 @@ from reshard.ensuring.local_checkpoints import LocalSource, find_source, finishe
 from reshard.errors import RequestError, SourceError, StorageError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import RunLayout, SourceSpec
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -253,7 +253,7 @@ def test_a_result_is_made_once_however_it_is_asked_for(checkpoint: Path, monkeyp
     moved.rename(checkpoint)
     # A result that was deleted is made anew.
     shutil.rmtree(again.path)
-    assert ensured(checkpoint, wanted(dp=3, environ={})) == Ensured(again.path, Outcome.CONVERTED, NativeLayout(dp=3))
+    assert ensured(checkpoint, wanted(dp=3, environ={})) == Ensured(again.path, Outcome.CONVERTED, RunLayout(dp=3))
     assert finished(again.path, ("global_step3",))
 
 

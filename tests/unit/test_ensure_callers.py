@@ -27,11 +27,11 @@ from reshard.ensuring.converters import LocalConverter
 from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.local_checkpoints import finished
 from reshard.ensuring.together import SHARED_BYTES, Launch, Sharing
-from reshard.ensuring.world import fits, visible_processes
+from reshard.ensuring.world import ZeroLayout, fits, visible_processes
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, StorageError, from_problem
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Job, Problem
-from reshard.options import DeepSpeedOptions, NativeLayout, SourceSpec
+from reshard.options import RunLayout, SourceSpec
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -240,7 +240,7 @@ def test_a_service_makes_one_job(checkpoint: Path, service: Service) -> None:
     assert (result / "trainer_state.json").exists()
     assert reshard.ensure(checkpoint, dp=3) == str(result)
     (key,) = service.jobs
-    assert service.jobs[key].request.options.deepspeed == DeepSpeedOptions(dp=3)
+    assert service.jobs[key].request.layout == RunLayout(dp=3)
     # The result went away: an ended job of the same key is not mistaken for it.
     shutil.rmtree(result)
     assert reshard.ensure(checkpoint, dp=3) == str(result)
@@ -351,7 +351,7 @@ def test_a_helper_raises_the_error_of_the_owner_that_has_given_up(
     records, key = Records(str(save)), record.stem
     owner = Election(str(record.with_suffix(".claim"))).claim()
     assert owner is not None
-    layout = NativeLayout(dp=3)
+    layout = ZeroLayout(dp=3)
     records.invite(key, Invitation(nonce=owner.nonce, node="another node 0", path="out", layout=layout))
     asked: list[str] = []
     held = ExitStack()
@@ -399,9 +399,9 @@ def inspection(**facts: Any) -> Inspection:
 def test_the_layout_is_what_the_world_leaves() -> None:
     found = inspection(world={"dp": 2, "tp": 2, "pp": 1})
     world = {"environ": {"WORLD_SIZE": "12"}}
-    assert wanted(**world).layout(found) == NativeLayout(dp=6, tp=2)
-    assert wanted(tp=1, pp=3, **world).layout(found) == NativeLayout(dp=4, pp=3)
-    assert wanted(dp=5, zero_stage=2, **world).layout(found) == NativeLayout(dp=5, tp=2)
+    assert wanted(**world).layout(found) == ZeroLayout(dp=6, tp=2)
+    assert wanted(tp=1, pp=3, **world).layout(found) == ZeroLayout(dp=4, pp=3)
+    assert wanted(dp=5, zero_stage=2, **world).layout(found) == ZeroLayout(dp=5, tp=2)
     assert wanted(dp=5, zero_stage="3", environ={}).layout(found).zero_stage is ZeroStage.STAGE_3
     with pytest.raises(RequestError, match="12 processes cannot be shared out over tp=5 x pp=1"):
         wanted(tp=5, **world).layout(found)
@@ -450,4 +450,4 @@ def test_wishes_that_cannot_be(options: dict[str, Any]) -> None:
 )
 def test_what_fits(facts: dict[str, Any], layout: dict[str, Any], dtype: str | None, expected: bool) -> None:
     asked = None if dtype is None else WeightDtype(dtype)
-    assert fits(inspection(**facts), NativeLayout.model_validate(layout), asked) is expected
+    assert fits(inspection(**facts), ZeroLayout.model_validate(layout), asked) is expected

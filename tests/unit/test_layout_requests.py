@@ -18,7 +18,7 @@ from reshard.choices import TargetFormat
 from reshard.cli.main import run
 from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.models.jobs import ConvertRequest
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import RunLayout, SourceSpec
 from reshard_engine.local import LocalEngine
 
 
@@ -28,8 +28,7 @@ def _refused(source: Path, options: dict[str, Any] | None = None, **layout: Any)
 
 def _plan(source: Path, options: dict[str, Any] | None = None, **layout: Any) -> None:
     target = str(source.parent / "to" / "step3")
-    native = NativeLayout.model_validate({"dp": 1, **layout})
-    fields = {"source": SourceSpec(url=str(source)), "target": target, "to": TargetFormat.ZERO, "layout": native}
+    fields = {"source": SourceSpec(url=str(source)), "target": target, "to": TargetFormat.ZERO, "dp": 1, **layout}
     LocalEngine().plan(asked(**(fields | (options or {}))))
 
 
@@ -227,12 +226,13 @@ def test_the_bf16_optimizer_trains_in_bf16(plain: Path) -> None:
 
 
 def test_a_layout_belongs_to_native_targets(plain: Path) -> None:
-    layout = NativeLayout(dp=1)
+    layout = RunLayout(dp=1)
     request = asked(
         source=SourceSpec(url=str(plain)), target=str(plain.parent / "u"), to=TargetFormat.UNIVERSAL, layout=layout
     )
     error = raised(RequestError, LocalEngine().plan, request)
-    assert (error.code, error.fix) == ("request.invalid", "--to zero")
+    assert (error.code, error.fix) == ("request.invalid", "leave out --dp, or --to zero")
+    assert "--to universal does not take --dp; it is for --to zero," in error.message
 
 
 def test_native_targets_need_a_layout(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +345,7 @@ def test_copies_that_are_none(tmp_path: Path) -> None:
         source=SourceSpec(url=str(source)),
         target=str(tmp_path / "to" / "step3"),
         to=TargetFormat.ZERO,
-        layout=NativeLayout(dp=1),
+        layout=RunLayout(dp=1),
         rules=wrong,
     )
     error = raised(SourceError, LocalEngine().convert, request)

@@ -37,14 +37,14 @@ def test_flags_become_labels_outside_of_commands(text: str, said: str) -> None:
 
 
 def test_the_format_of_the_target_is_the_last_field_that_a_text_is_about() -> None:
-    assert places_in("--to zero needs --dp") == ["options.deepspeed.dp", "to"]
+    assert places_in("--to zero needs --dp") == ["layout.dp", "to"]
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"to": "zero", "options": {"deepspeed": {"dp": 4, "tp": 2}}}, "DeepSpeed, for 8 GPUs"),
-        ({"to": "zero", "options": {"deepspeed": {"dp": 1}}}, "DeepSpeed, for 1 GPU"),
+        ({"to": "zero", "layout": {"dp": 4, "tp": 2}}, "DeepSpeed, for 8 GPUs"),
+        ({"to": "zero", "layout": {"dp": 1}}, "DeepSpeed, for 1 GPU"),
         ({"to": "dcp"}, "FSDP and torchtitan (DCP)"),
         ({"to": "safetensors"}, "Weights (safetensors, as Hugging Face has them)"),
         ({"to": "torch_save"}, "One file of torch.save"),

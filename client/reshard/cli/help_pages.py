@@ -374,7 +374,9 @@ def aligned(
 SOURCE = Section.SOURCE
 TARGET = Section.TARGET
 LAYOUT = Section.LAYOUT
-WORLD = "Target layout"
+DEEPSPEED = Section.DEEPSPEED
+FSDP_RANKS = Section.FSDP_RANKS
+MEGATRON = Section.MEGATRON
 ADAPTERS = Section.ADAPTERS
 PICTURE = "Picture"
 COMPARISON = "Comparison"
@@ -390,7 +392,9 @@ _ORDER = (
         SOURCE,
         TARGET,
         LAYOUT,
-        WORLD,
+        DEEPSPEED,
+        FSDP_RANKS,
+        MEGATRON,
         ADAPTERS,
         PICTURE,
         COMPARISON,

@@ -51,6 +51,7 @@ from reshard.ensuring.world import (
     MegatronLayout,
     RanksLayout,
     Wanted,
+    ZeroLayout,
     fits,
     name_of,
 )
@@ -59,7 +60,7 @@ from reshard.functions import source_of, takes_keywords
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
 from reshard.models.keywords import ChoiceKeywords
 from reshard.option import size_of
-from reshard.options import DeepSpeedOptions, NativeLayout, Options, SourceSpec
+from reshard.options import DeepSpeedOptions, Options, SourceSpec
 
 
 class Outcome(StrEnum):
@@ -344,15 +345,13 @@ class _Task:
             return ConvertRequest.model_validate({
                 "source": source, "target": target, "to": layout.to, "dtype": self.wanted.dtype,
                 "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
-                "options": {"deepspeed": {"dp": layout.dp}},
+                "layout": {"dp": layout.dp},
             })  # fmt: skip
         if isinstance(layout, MegatronLayout):
             return ConvertRequest.model_validate({
                 "source": source, "target": target, "to": layout.to, "dtype": self.wanted.dtype,
                 "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
-                "options": {
-                    "deepspeed": {"ep": layout.ep}, "megatron": {"megatron_args": self.wanted.megatron_args},
-                },
+                "layout": {"ep": layout.ep}, "options": {"megatron": {"megatron_args": self.wanted.megatron_args}},
             })  # fmt: skip
         return ConvertRequest(
             source=source,
@@ -362,8 +361,11 @@ class _Task:
             opaque=self.wanted.opaque,
             pointer=True,
             memory_limit_bytes=self.wanted.memory_limit_bytes,
+            layout=layout.run,
             options=Options(
-                deepspeed=DeepSpeedOptions(**dict(layout), rules=self.wanted.rules, family=self.wanted.family)
+                deepspeed=DeepSpeedOptions(
+                    zero_stage=layout.zero_stage, rules=self.wanted.rules, family=self.wanted.family
+                )
             ),
         )
 
@@ -390,7 +392,7 @@ class _Task:
                 fix=f"reshard convert {shlex.quote(source)} DST/iter_NNNNNNN --to megatron"
                 + (f" --ep {layout.ep}" if layout.ep > 1 else ""),
             )
-        name = own if megatron or isinstance(layout, NativeLayout) else None
+        name = own if megatron or isinstance(layout, ZeroLayout) else None
         self._convert_into(spec, found, layout, place, name)
         # Who names an iteration gets an iteration, as of a local directory.
         named = megatron and found.tag is None
@@ -683,14 +685,14 @@ class _Local:
 
     def _fill(self, target: str, layout: Layout, convert: Callable[[ConvertRequest], None]) -> None:
         """The files beside the tags, the tags, and what names them."""
-        if isinstance(layout, NativeLayout):
+        if isinstance(layout, ZeroLayout):
             with writing(target):
                 os.makedirs(target, exist_ok=True)
-            place_companions(self._source, target, layout.world_size)
+            place_companions(self._source, target, layout.run.world_size)
         # Each conversion writes its tag into `latest` when it commits. Only a record is written after that.
         for request in self._requests(target, layout):
             convert(request)
-        if isinstance(layout, NativeLayout):
+        if isinstance(layout, ZeroLayout):
             place_schedulers(target, self._made_tags(layout))
         elif self._source.step:
             place_step(self._source, target)

@@ -14,7 +14,7 @@ from reshard.choices import OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.dcp_options import Framework
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import Inspection
-from reshard.options import DEFAULT_MEMORY_LIMIT_BYTES, FormatOptions, NativeLayout
+from reshard.options import DEFAULT_MEMORY_LIMIT_BYTES, FormatOptions, RunLayout
 
 DISTRIBUTED = "dcp"
 """The target of distributed checkpoints, and the first word of the names of formats that are read as such."""
@@ -96,6 +96,29 @@ def _first(environ: Mapping[str, str], names: Sequence[str]) -> tuple[str, int] 
     return None
 
 
+class ZeroLayout(FormatOptions):
+    """DeepSpeed's files for one layout."""
+
+    zero_stage: ZeroStage | None = None
+    """None for the source's own, so that one layout has one name."""
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    partition_method: None = None
+    pipeline_layers: None = None
+    vocab_divisor: None = None
+    round_robin_gradients: None = None
+    parameter_alignment: None = None
+    sub_group_size: None = None
+    rng: str = "keep"
+
+    @property
+    def run(self) -> RunLayout:
+        """The layout of the run."""
+        return RunLayout(dp=self.dp, tp=self.tp, pp=self.pp, ep=self.ep)
+
+
 class DistributedLayout(FormatOptions):
     """A distributed checkpoint (PyTorch DCP), which is loaded on any number of ranks."""
 
@@ -126,7 +149,7 @@ class MegatronLayout(FormatOptions):
     """Pipeline stages of the run, in the same way."""
 
 
-Layout = NativeLayout | DistributedLayout | RanksLayout | MegatronLayout
+Layout = ZeroLayout | DistributedLayout | RanksLayout | MegatronLayout
 """The layout of a result."""
 
 
@@ -307,7 +330,7 @@ class Wanted:
         # The source's own stage is left out, so that one layout has one name.
         stage = None if self.zero_stage is stage_of(found) else self.zero_stage
         try:
-            return NativeLayout.model_validate({"dp": dp, "zero_stage": stage, **sizes})
+            return ZeroLayout.model_validate({"dp": dp, "zero_stage": stage, **sizes})
         except ValidationError as error:
             first = error.errors()[0]
             raise RequestError(

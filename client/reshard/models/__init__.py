@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from reshard.choices import (
     EmptyWeights as EmptyWeights,
     JobKind as JobKind,
@@ -98,9 +100,21 @@ from reshard.models.reports import (
 from reshard.options import (
     DEFAULT_MEMORY_LIMIT_BYTES as DEFAULT_MEMORY_LIMIT_BYTES,
     DEFAULT_PART_BYTES as DEFAULT_PART_BYTES,
-    NativeLayout as NativeLayout,
     Options as Options,
+    RunLayout as RunLayout,
     SourceChoices as SourceChoices,
     SourceSpec as SourceSpec,
 )
 from reshard.wire_model import SCHEMA_VERSION as SCHEMA_VERSION, WireModel as WireModel
+
+
+def __getattr__(name: str) -> Any:
+    """`NativeLayout`, which 0.1.0 had in place of `RunLayout`, for one more release."""
+    if name != "NativeLayout":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import warnings
+
+    from reshard.installed_formats import former_layout
+
+    warnings.warn("NativeLayout is now RunLayout; its other fields are keyword arguments", DeprecationWarning, 2)
+    return former_layout()

@@ -5,6 +5,8 @@ Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/k
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -17,18 +19,28 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError, to_jsonable_python
 
-from reshard.choices import CARD_TARGETS, JobKind, JobState, TargetFormat, VerifyLevel
+from reshard.choices import JobKind, JobState, TargetFormat, VerifyLevel
 from reshard.errors import RequestError, counted, printable
-from reshard.installed_formats import OfInstalledFormats, default_options, option_fields, target_names
+from reshard.installed_formats import (
+    OfInstalledFormats,
+    default_options,
+    option_fields,
+    present_places,
+    takes_card,
+    target_names,
+)
 from reshard.option import option_of
 from reshard.options import (
     ConversionOptions,
     Options,
+    RunLayout,
     SourceSpec,
     WeightsOptions,
+    former_place,
     is_none,
 )
 from reshard.wire_model import MOST_BYTES, SCHEMA_VERSION, RequestModel, ShownModel, WireModel
@@ -58,6 +70,10 @@ def _is_empty(value: object) -> bool:
     return not value
 
 
+def _is_plain_layout(value: object) -> bool:
+    return value == RunLayout()
+
+
 def _place(source: object) -> object:
     """A source that is only a place, as a text, is that place without a tag or choices."""
     return {"url": source} if isinstance(source, str) else source
@@ -67,13 +83,61 @@ Place = Annotated[str, Field(min_length=1, max_length=4096)]
 """A directory or a URL."""
 
 
-class _Places(RequestModel):
-    """The source and the target of a conversion."""
+@dataclass(frozen=True)
+class DigestedOption:
+    """The value of an option as digests of a request have it."""
+
+    value: Any
+    """As JSON."""
+    given: bool
+    """True if it is not the default."""
+    info: FieldInfo
+
+
+class _Conversion(ConversionOptions):
+    """What a conversion and a virtual layout ask for alike."""
 
     source: Annotated[SourceSpec, BeforeValidator(_place, json_schema_input_type=SourceSpec | Place)]
     """The checkpoint to read. A text is short for a source that has nothing but this `url`."""
-    target: str = Field(min_length=1, max_length=4096)
     to: TargetName
+    layout: RunLayout = Field(default_factory=RunLayout, exclude_if=_is_plain_layout)
+    """The parallel layout of the run that will load the target. It is left out of the JSON where nothing is given, so
+    that older programs can read it."""
+    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
+    """Options of single formats, by format."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _at_present_places(cls, fields: Any) -> Any:
+        """Take options at their places of 0.1.0, and say the places of those that stand beside the fields."""
+        if not isinstance(fields, dict):
+            return fields
+        given = cast("dict[str, Any]", fields)
+        _refuse_options_beside(cls, given)
+        return present_places(given)[0]
+
+    def digested_options(self) -> dict[str, dict[str, DigestedOption]]:
+        """The options that digests of requests have, by format: all but those of a later format that gives none.
+
+        Digests have every option at the place and under the name that it had first.
+        """
+        found: dict[str, dict[str, DigestedOption]] = {}
+        later: set[str] = set()
+        for format_name, options in self.options.by_format():
+            fields, given = type(options).model_fields, options.given()
+            found[format_name] = {
+                option_of(fields[name]).digested or name: DigestedOption(value, name in given, fields[name])
+                for name, value in options.model_dump(mode="json").items()
+            }
+            if options.joined_later:
+                later.add(format_name)
+        for model in (self.layout, self):
+            for name, info in type(model).model_fields.items():
+                if (place := former_place(info)) is not None:
+                    value = getattr(model, name)
+                    given = value != info.get_default()
+                    found[place[0]][place[1]] = DigestedOption(to_jsonable_python(value), given, info)
+        return {n: values for n, values in found.items() if n not in later or any(v.given for v in values.values())}
 
 
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -116,11 +180,10 @@ class SavedPlan(RequestModel):
         return self.model_copy(update={"files": ()})
 
 
-class ConvertRequest(ConversionOptions, _Places):
+class ConvertRequest(_Conversion):
     """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`, the contents of a plan file."""
 
-    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
-    """Options of single formats, by format."""
+    target: str = Field(min_length=1, max_length=4096)
     plan: SavedPlan | None = Field(default=None, exclude_if=is_none)
     """The plan that this request must lead to, from a file of `reshard plan --out`. A conversion that would be another
     one is refused (`request.plan_changed`)."""
@@ -137,7 +200,7 @@ class ConvertRequest(ConversionOptions, _Places):
         Raises:
             RequestError: `request.unsatisfiable` for what is no model.
         """
-        if self.to not in CARD_TARGETS:
+        if not takes_card(self.to):
             raise RequestError(
                 "request.unsatisfiable",
                 f"the hub takes models and adapters, and {printable(self.to)} is for training",
@@ -147,29 +210,21 @@ class ConvertRequest(ConversionOptions, _Places):
         return self.model_copy(update={"options": self.options.model_copy(update={"weights": weights})})
 
     def digested(self) -> dict[str, Any]:
-        """The whole request as JSON, for a digest: with options under the names that digests have for them."""
-        said = self.model_dump(mode="json")
-        options = self.options.in_digests()
-        others = {name: said["options"][name] for name in self.options.unknown()}
-        return {**said, "options": {**others, **{n: o.digested(said["options"][n]) for n, o in options.items()}}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_options_beside(cls, fields: Any) -> Any:
-        """Say the place of options of formats that stand beside the fields of the request."""
-        return _without_options_beside(cls, fields)
+        """The whole request as JSON, for a digest: with every option at the place that it had first."""
+        said = self.model_dump(mode="json", exclude={"layout", *_MOVED})
+        options = {n: {k: v.value for k, v in of.items()} for n, of in self.digested_options().items()}
+        return {**said, "options": {**{n: said["options"][n] for n in self.options.unknown()}, **options}}
 
 
-def _without_options_beside(model: type[RequestModel], fields: Any) -> Any:
-    if not isinstance(fields, dict):
-        return fields
-    given = cast("dict[str, Any]", fields)
+_MOVED = frozenset(name for name, info in ConversionOptions.model_fields.items() if former_place(info) is not None)
+
+
+def _refuse_options_beside(model: type[RequestModel], given: Mapping[str, Any]) -> None:
+    """Say the place of options of formats that stand beside the fields of a request."""
     known = option_fields() if given.keys() - model.model_fields.keys() else {}
     wrong = [
         InitErrorDetails(
-            type=PydanticCustomError(
-                "extra_forbidden", "its place is {place}", {"place": f"options.{known[n][0]}.{n}"}
-            ),
+            type=PydanticCustomError("extra_forbidden", "its place is {place}", {"place": ".".join((*known[n][0], n))}),
             loc=(n,),
             input=value,
         )
@@ -178,7 +233,6 @@ def _without_options_beside(model: type[RequestModel], fields: Any) -> Any:
     ]
     if wrong:
         raise ValidationError.from_exception_data(model.__name__, wrong)
-    return given
 
 
 class Progress(WireModel):
@@ -624,31 +678,25 @@ class JobEventPage(WireModel):
 # Virtual layouts of a service: targets whose files are computed from the source when they are read.
 
 
-class LayoutRequest(ConversionOptions):
+class LayoutRequest(_Conversion):
     """Body of `POST /v1/layouts`: a conversion whose target is never written.
 
     It has the options that decide the bytes of the target, and none of those that say how a conversion runs.
     """
 
-    source: Annotated[SourceSpec, BeforeValidator(_place, json_schema_input_type=SourceSpec | Place)]
-    """The checkpoint to read. A text is short for a source that has nothing but this `url`."""
-    to: TargetName
     name: str | None = Field(default=None, min_length=1, max_length=255, pattern=r"^[^/\\]*[^/\\.][^/\\]*$")
     """The last name of the target's directory; by default the tag of the source."""
     compare: bool = True
     """Compare the copies and rounded masters of the source before the answer, as a conversion does. It reads them."""
-    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
-    """Options of single formats, by format."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_others(cls, fields: Any) -> Any:
-        """Refuse options of a run, and say the place of options of formats."""
+    def _refuse_options_of_run(cls, fields: Any) -> Any:
         given = cast("dict[str, Any]", fields) if isinstance(fields, dict) else {}
         if runs := sorted(_OF_RUN & given.keys()):
             wrong = [InitErrorDetails(type="extra_forbidden", loc=(name,), input=given[name]) for name in runs]
             raise ValidationError.from_exception_data(cls.__name__, wrong)
-        return _without_options_beside(cls, fields)
+        return cast("Any", fields)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

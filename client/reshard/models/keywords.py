@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from reshard.dcp_options import Framework, MissingMoments
     from reshard.option import Order, PathLike
-    from reshard.options import NativeLayout, Options
+    from reshard.options import Options, RunLayout
 
 
 class ChoiceKeywords(TypedDict, total=False):
@@ -147,38 +147,35 @@ class OptionKeywords(TypedDict, total=False):
     """Pipeline stages."""
     ep: int
     """Expert-parallel ranks."""
+    vocab_divisor: int | None
+    """Pad the vocabulary to a multiple of this times `tp`."""
+    rng: RngPolicy | str
+    """Random states: `keep` gives rank r those of source rank r mod N. One of `keep`, `drop`."""
     partition_method: str | None
     """Pipeline stages: uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6."""
     pipeline_layers: int | None
     """Number of layers, for `partition_method` uniform."""
-    vocab_divisor: int | None
-    """Pad the vocabulary to a multiple of this times `tp`."""
     round_robin_gradients: bool | None
     """As in the ds_config of the target run; default: as in the source."""
     parameter_alignment: bool | None
     """As in the ds_config of the target run; default: as in the source."""
     sub_group_size: int | None
     """As in the ds_config of the target run; default: as in the source."""
-    rng: RngPolicy | str
-    """Random states: `keep` gives rank r those of source rank r mod N. One of `keep`, `drop`."""
     rank_framework: RankFramework | str | None
     """`to="fsdp_ranks"`: framework that loads it; default: the source's. One of `verl`, `skyrl`, `accelerate`."""
     device_type: str | None
-    """`to="fsdp_ranks"`, torch_checkpointing: devices of the run, such as cuda; default: the source's."""
+    """Devices of the run, such as cuda; default: the source's."""
     fsdp_size: int | None
-    """`to="fsdp_ranks"`, torch_checkpointing: ranks that share one copy (HSDP); default: the source's, else all."""
+    """Ranks that share one copy (HSDP); default: the source's, else all."""
     fsdp_version: int | None
     """`to="fsdp_ranks"`: FSDP of the run; 2 for a run of FSDP1 that goes on with FSDP2."""
     ckpt_format: CkptFormat | str
-    """`to="megatron"`: Megatron-LM's `ckpt_format`; torch is for one layout. One of `torch_dist`, `torch`."""
+    """Megatron-LM's `ckpt_format`; torch is for one layout. One of `torch_dist`, `torch`."""
     optimizer_sharding: OptimizerSharding | str | None
-    """`to="megatron"`: how the optimizer is saved; default: fully_reshardable, or none as in the source. One of
-    `fully_reshardable`, `dp_reshardable`, `none`."""
-    virtual_pipeline: int | None
-    """`to="megatron"`: model chunks of a pipeline stage."""
+    """How the optimizer is saved; default: fully_reshardable, or none as in the source. One of `fully_reshardable`,
+    `dp_reshardable`, `none`."""
     common_state: CommonStatePlace | str
-    """`to="megatron"`: arguments and groups in common.pt, or in an entry as 0.19 writes it. One of `file`,
-    `entry`."""
+    """Arguments and groups in common.pt, or in an entry as 0.19 writes it. One of `file`, `entry`."""
     merge_adapter: bool
     """Merge a LoRA adapter into the weights, with the names of the base model."""
     adapter: str | None
@@ -233,6 +230,8 @@ class ConversionKeywords(SourceKeywords, OptionKeywords, total=False):
     megatron-deepspeed-grouped or -split; default: what the source says."""
     megatron_args: PathLike | None
     """`to="megatron"`: arguments of the run (JSON), beside those that the source holds."""
+    virtual_pipeline: int | None
+    """Model chunks of a pipeline stage (`to="megatron"`)."""
     zero_stage: ZeroStage | str | int | None
     """ZeRO stage; default: as in the source. One of `0`, `1`, `2`, `3`, `bf16`."""
     memory_limit: int | str | None
@@ -281,6 +280,8 @@ class ConvertOptions(OptionKeywords, total=False):
     megatron-deepspeed-grouped or -split; default: what the source says."""
     megatron_args: str | None
     """`to="megatron"`: arguments of the run (JSON), beside those that the source holds."""
+    vpp: int | None
+    """Model chunks of a pipeline stage (`to="megatron"`)."""
     zero_stage: ZeroStage | str | None
     """ZeRO stage; default: as in the source. One of `0`, `1`, `2`, `3`, `bf16`."""
     memory_limit_bytes: int
@@ -296,5 +297,5 @@ class ConvertOptions(OptionKeywords, total=False):
 
     options: Options | Mapping[str, Any]
     """The options by format, nested as in requests; options of reshard's own formats may also be given unnested."""
-    layout: NativeLayout | None
-    """The layout of a native target as one value."""
+    layout: RunLayout | None
+    """The layout of the run that will load the target, as one value."""

@@ -37,6 +37,7 @@ from reshard.options import SourceSpec
 from reshard_jobs.layouts import UsedLayout
 from reshard_jobs.tenants.principals import Principal
 from reshard_service.api.context import Context, Reader, ServiceContext, Submitter
+from reshard_service.api.former_places import FormerPlacesRoute
 from reshard_service.api.jobs import accepted
 from reshard_service.api.problems import OF_SOURCES, problem_response, problems
 from reshard_service.auth import root_of
@@ -44,7 +45,7 @@ from reshard_service.probes.pool import ProbeTimeout
 
 logger = logging.getLogger(__name__)
 
-router = APIRouter(prefix="/v1", tags=["checkpoints"])
+router = APIRouter(prefix="/v1", tags=["checkpoints"], route_class=FormerPlacesRoute)
 
 
 @router.post(
@@ -132,7 +133,7 @@ async def pictured(context: ServiceContext, caller: Principal, body: ConvertRequ
 
 # Virtual layouts: targets whose files are computed from the source when they are read.
 
-layouts_router = APIRouter(prefix="/v1/layouts", tags=["layouts"])
+layouts_router = APIRouter(prefix="/v1/layouts", tags=["layouts"], route_class=FormerPlacesRoute)
 _OF_LAYOUTS = problems(403, 404, 410)
 
 

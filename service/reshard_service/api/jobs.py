@@ -23,6 +23,7 @@ from reshard_jobs.queue.store import MAX_PAGE_SIZE, JobFilter, JobStore
 from reshard_jobs.tenants.principals import Principal
 from reshard_jobs.tracing import current
 from reshard_service.api.context import Canceller, Context, Reader, ServiceContext, Submitter
+from reshard_service.api.former_places import FormerPlacesRoute
 from reshard_service.api.problems import problems
 from reshard_service.auth import root_of
 from reshard_service.probes.pool import Prober, ProbeTimeout
@@ -65,7 +66,7 @@ async def admit(
     return None
 
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=FormerPlacesRoute)
 
 MAX_WAIT_S = 60.0
 RETRY_AFTER_S = "2"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from reshard.choices import JobState, TargetFormat
+from reshard.choices import JobState
 from reshard.declared import declared_options
 from reshard.errors import counted, format_size
 from reshard.installed_formats import known_targets
@@ -47,9 +47,10 @@ def target_name(to: str) -> str:
 
 def target_of(request: ConvertRequest) -> str:
     """The target of a request in words, with the number of GPUs that it is for."""
-    if request.to != TargetFormat.ZERO or request.options.deepspeed.dp is None:
-        return target_name(request.to)
-    return f"DeepSpeed, for {counted(request.options.deepspeed.world_size, 'GPU')}"
+    name = target_name(request.to)
+    if request.layout.dp is None:
+        return name
+    return f"{name.partition(', for ')[0]}, for {counted(request.layout.world_size, 'GPU')}"
 
 
 def format_name(name: str) -> str:

@@ -14,7 +14,7 @@ from house.saves import make_save
 from reshard.choices import TargetFormat
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest
-from reshard.options import DeepSpeedOptions, Options, SourceSpec
+from reshard.options import RunLayout, SourceSpec
 from reshard_engine.formats.peft.adapter_config import adapter_files
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.local import LocalStore
@@ -62,9 +62,9 @@ def test_latest_is_not_written_above_the_places_that_may_be_written(root: Path) 
     (root / "run" / "saves" / "latest").write_text("out/x")
 
     def prepared(source: Path) -> Conversion:
-        options = Options(deepspeed=DeepSpeedOptions(dp=3))
+        layout = RunLayout(dp=3)
         target, spec = str(root / "run" / "out" / "x"), SourceSpec(url=str(source))
-        return Conversion.prepare(ConvertRequest(source=spec, target=target, to=TargetFormat.ZERO, options=options))
+        return Conversion.prepare(ConvertRequest(source=spec, target=target, to=TargetFormat.ZERO, layout=layout))
 
     confine([str(root)], [str(root / "run")])
     assert prepared(root / "run" / "saves").layout.pointer == Pointer("latest", b"out/x")

@@ -9,7 +9,7 @@ from house.requests import asked
 from laws.deepspeed_files import Layout
 from laws.pipeline_source import ParallelWriter, Part, Ranks, seeded_model
 from reshard.choices import TargetFormat
-from reshard.options import NativeLayout, SourceSpec
+from reshard.options import RunLayout, SourceSpec
 from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.testing.laws import SCHEME, convert
 from reshard_engine.testing.stores import MemoryStore
@@ -26,7 +26,7 @@ def _converted(folder: Path, **values: object) -> tuple[MemoryStore, list[str]]:
         store.put(f"lab/source/{path.relative_to(folder)}", path.read_bytes(), metadata={}, if_absent=True)
     source = SourceSpec(url=f"{SCHEME}://lab/source")
     target = f"{SCHEME}://lab/run/global_step3"
-    convert(store, asked(source=source, target=target, to=TargetFormat.ZERO, layout=NativeLayout(dp=3)))
+    convert(store, asked(source=source, target=target, to=TargetFormat.ZERO, layout=RunLayout(dp=3)))
     return store, sorted(i.path for i in store.list_tree("lab/run") if i.path.count("/") == 2)
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import yaml
 
-from reshard.choices import CARD_TARGETS, TargetFormat
+from reshard.choices import TargetFormat
 from reshard.declared import flags_of
 from reshard.errors import RequestError, counted, format_size, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
@@ -40,16 +40,12 @@ _MARKUP = re.compile(r"[\\`*_\[\]<>|~&]")
 
 
 def check_card(request: ConvertRequest) -> None:
-    """Refuse a card in a request that writes neither weights nor an adapter, and a base model without a card.
+    """Refuse a base model without a card.
 
     Raises:
         RequestError: `request.invalid`.
     """
     options = request.options.weights
-    if options.card and request.to not in CARD_TARGETS:
-        raise RequestError(
-            "request.invalid", f"--card is for weights and adapters, not for {request.to}", fix="leave --card out"
-        )
     if options.base_model is not None and not options.card:
         raise RequestError(
             "request.invalid",

@@ -677,7 +677,7 @@ def device_and_shape(request: ConvertRequest, run: SavedRun | None) -> tuple[str
     options, mesh = request.options.of(FsdpRanksOptions), None if run is None else run.mesh
     require_rows(mesh, () if run is None else run.other_cuts)
     device = device_of(options.device_type, mesh)
-    return device, mesh_shape(request.options.deepspeed.dp or 1, options.fsdp_size, mesh)
+    return device, mesh_shape(request.layout.dp or 1, options.fsdp_size, mesh)
 
 
 def steps_rates(scheduler: Node) -> bool:

@@ -7,6 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from reshard.declared import refuse_options_of_others
 from reshard.errors import RequestError, SourceError, printable
 from reshard.installed_formats import InstalledFormat, installed_formats, refused_format
 from reshard.models.jobs import ConvertRequest
@@ -144,6 +145,7 @@ def check_request(request: ConvertRequest) -> None:
         )
     for known in formats():
         known.check_request(request)
+    refuse_options_of_others(request)
 
 
 def rules_of(options: Options) -> Mapping[str, Any] | None:

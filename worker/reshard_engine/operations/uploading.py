@@ -21,8 +21,9 @@ from typing import Any, BinaryIO, cast
 
 from huggingface_hub import CommitOperationAdd
 
-from reshard.choices import CARD_TARGETS, VerifyLevel
+from reshard.choices import VerifyLevel
 from reshard.errors import IntegrityError, RequestError, SourceError, listed, printable
+from reshard.installed_formats import takes_card
 from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Progress, SourceCheck
 from reshard.models.reports import PushResult
 from reshard_engine.execute.casts.placing import default_kernel
@@ -407,7 +408,7 @@ def push(directory: str, url: str, *, overwrite: bool = False) -> PushResult:
             f"{printable(directory)} is no local directory with {MANIFEST_NAME}",
             fix="name the directory that a conversion wrote",
         )
-    if manifest.target.get("to") not in CARD_TARGETS:
+    if not takes_card(manifest.target.get("to")):
         raise RequestError(
             "request.unsatisfiable",
             f"the hub takes models and adapters, and {printable(directory)} holds {manifest.target.get('to')}",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from reshard.errors import RequestError, counted
 from reshard.models.jobs import ConvertRequest
-from reshard.options import ConversionOptions, FormatOptions, decides_bytes
+from reshard.options import ConversionOptions, decides_bytes, former_place
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes, unit_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, RecordSum, ServerCopy, Unit
@@ -256,19 +256,18 @@ def source_facts(checkpoint: Checkpoint) -> dict[str, object]:
 def request_facts(request: ConvertRequest) -> dict[str, object]:
     """The options of a request that decide the bytes of its target, for the plan's digest."""
     choices = request.source.given()
-    own = {name for name, info in ConversionOptions.model_fields.items() if decides_bytes(info)}
+    fields = ConversionOptions.model_fields.items()
+    own = {name for name, info in fields if decides_bytes(info) and former_place(info) is None}
     return {
         "to": str(request.to),
         **request.model_dump(mode="json", include=own),
         # Options that name places are left out: the files that are read there are in the plan, with their pins.
-        "options": {name: _option_facts(found) for name, found in request.options.in_digests().items()},
+        "options": {
+            format_name: {n: o.value for n, o in found.items() if o.given and decides_bytes(o.info)}
+            for format_name, found in request.digested_options().items()
+        },
         **({"choices": choices} if choices else {}),
     }
-
-
-def _option_facts(options: FormatOptions) -> dict[str, object]:
-    fields = type(options).model_fields
-    return options.digested({name: value for name, value in options.given().items() if decides_bytes(fields[name])})
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, object]:

@@ -80,15 +80,9 @@ class Dcp(Format):
         return DcpWriter()
 
     def check_request(self, request: ConvertRequest) -> None:
-        """Refuse options of this format's target where another one is written."""
-        given = {*request.options.of(DcpOptions).given()} - {"missing_moments"}
-        target, wrong = "dcp", given if request.to not in self.targets else set[str]()
-        if request.to == "dcp":
-            whole = request.options.of(DcpOptions).framework is Framework.TORCHTUNE
-            target, wrong = "torch_save", given & {*OF_ONE_FILE, *(("framework",) if whole else ())}
-        if wrong:
-            flags = listed([f"--{name.replace('_', '-')}" for name in sorted(wrong)])
-            raise RequestError("request.invalid", f"{flags}: for --to {target}", fix=f"--to {target}")
+        """Refuse the framework that loads no distributed checkpoint as the loader of one."""
+        if request.to == "dcp" and request.options.of(DcpOptions).framework is Framework.TORCHTUNE:
+            raise RequestError("request.invalid", "--framework torchtune: for --to torch_save", fix="--to torch_save")
 
     def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
         """A file of `torch.save`, or a whole state dict for a target that is such a file.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from reshard.errors import counted, listed
 from reshard.models.jobs import ConvertRequest
+from reshard.options import DeepSpeedOptions
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.carried import padding_left_out
 from reshard_engine.formats.deepspeed.facts import facts_of, is_megatron
@@ -33,7 +34,7 @@ def sectioned(checkpoint: Checkpoint, request: ConvertRequest | None) -> list[st
 
     Cuts of a source of another format are those that its own names, or the user, said.
     """
-    if request is not None and request.options.deepspeed.rules is not None:
+    if request is not None and request.options.of(DeepSpeedOptions).rules is not None:
         return []
     if not facts_of(checkpoint).order:
         return []

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
-from reshard.choices import POINTERS, RngPolicy, TargetFormat, ZeroStage
+from reshard.choices import POINTERS, TargetFormat, ZeroStage
 from reshard.errors import RequestError, ReshardError, counted, listed
 from reshard.models.jobs import ConvertRequest, PossibleTarget
-from reshard.options import DeepSpeedOptions, Options
+from reshard.options import DeepSpeedOptions, Options, RunLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Question
 from reshard_engine.formats.deepspeed.cautions import HOW_TO_SAY, sectioned, uncut
 from reshard_engine.formats.deepspeed.config import RunConfig
@@ -63,29 +63,7 @@ class DeepSpeed(Format):
 
     def read_rules(self, options: Options) -> Mapping[str, Any] | None:
         """The rules of `--rules` and `--family`."""
-        return requested_rules(options.deepspeed)
-
-    def check_request(self, request: ConvertRequest) -> None:
-        """Refuse a native target without a number of ranks, and layout options for a target that is not native."""
-        options = request.options.deepspeed
-        if request.to == TargetFormat.ZERO and options.dp is None:
-            raise RequestError("request.invalid", "--to zero needs the number of ranks", fix="add --dp N")
-        # A universal checkpoint fits every layout, but vocabularies have the rows of one.
-        free: dict[str, Any] = {"vocab_divisor": None} if request.to == TargetFormat.UNIVERSAL else {}
-        if request.to == TargetFormat.MEGATRON:
-            free = {"dp": None, "tp": 1, "pp": 1, "ep": 1, "vocab_divisor": None, "rng": RngPolicy.KEEP}
-            if options.model_copy(update=free).asks_for_layout:
-                text = "--to megatron takes --tp, --pp, --dp, --ep, --vocab-divisor and --rng of the layout"
-                raise RequestError("request.invalid", text, fix="leave the other options of the layout out")
-            return
-        if request.to in (TargetFormat.FSDP_RANKS, TargetFormat.TORCH_CHECKPOINTING):
-            free = {"dp": None, "rng": RngPolicy.KEEP}
-            if options.model_copy(update=free).asks_for_layout:
-                text = f"--to {request.to} writes files of data-parallel ranks: of the layout it takes --dp and --rng"
-                raise RequestError("request.invalid", text, fix="leave the other options of the layout out")
-            return
-        if request.to != TargetFormat.ZERO and options.model_copy(update=free).asks_for_layout:
-            raise RequestError("request.invalid", f"--to {request.to} has no layout", fix="--to zero")
+        return requested_rules(options.of(DeepSpeedOptions))
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint under the names of `--names`, with the rules of the request in its own metadata."""
@@ -183,8 +161,12 @@ def universal_target(tried: DryRun) -> PossibleTarget:
 
 def _refusal(tried: DryRun, stage: ZeroStage, **world: int) -> ReshardError | None:
     """The reason for which a run of this stage on `dp` ranks is refused, with `tp`, `pp` and `ep` where given."""
-    options = DeepSpeedOptions.model_validate({"zero_stage": stage, **world})
-    return tried.refusal(TargetFormat.ZERO, options=Options(deepspeed=options))
+    return tried.refusal(TargetFormat.ZERO, **_fields(stage, RunLayout(**world)))
+
+
+def _fields(stage: ZeroStage, layout: RunLayout) -> dict[str, Any]:
+    """The fields of a request for a native target."""
+    return {"layout": layout, "options": Options(deepspeed=DeepSpeedOptions(zero_stage=stage))}
 
 
 def native_targets(tried: DryRun) -> list[PossibleTarget]:
@@ -217,7 +199,7 @@ def _tensor_parallel(tried: DryRun, stage: ZeroStage) -> PossibleTarget:
         return PossibleTarget(name=name, possible=False, detail=reason)
     # Layers repeat: a few kinds of parameters stand for thousands.
     kinds = list({(p.cut, p.shape, *p.padding): p for p in checkpoint.parameters}.values())
-    refusals = {n: _uncuttable(tried, kinds, DeepSpeedOptions(dp=1, tp=n, zero_stage=stage)) for n in _SIZES}
+    refusals = {n: _uncuttable(tried, kinds, stage, RunLayout(dp=1, tp=n)) for n in _SIZES}
     sizes = [n for n, refusal in refusals.items() if refusal is None]
     least = next((n for n in sizes if n > 1), None)
     refusal = refusals[2] if least is None else _refusal(tried, stage, dp=1, tp=least)
@@ -227,13 +209,13 @@ def _tensor_parallel(tried: DryRun, stage: ZeroStage) -> PossibleTarget:
     return tried.possible(name, detail, f"--to zero --dp 1 --tp {least} --zero-stage {stage.value}")
 
 
-def _uncuttable(tried: DryRun, kinds: Sequence[Parameter], layout: DeepSpeedOptions) -> RequestError | None:
+def _uncuttable(tried: DryRun, kinds: Sequence[Parameter], stage: ZeroStage, layout: RunLayout) -> RequestError | None:
     """The writer's refusal to cut some kind of parameter for `layout.tp` ranks; None if it can cut all."""
-    options = Options(deepspeed=layout)
-    request = ConvertRequest(source=tried.source, target="-", to=TargetFormat.ZERO, options=options)
+    fields = _fields(stage, layout)
+    request = ConvertRequest(source=tried.source, target="-", to=TargetFormat.ZERO, **fields)
     try:
         dtype = resolve(tried.checkpoint, request).dtype
-        cutter = Cutter(tried.checkpoint, layout.tp, vocab_rows(tried.checkpoint, layout), dtype=dtype)
+        cutter = Cutter(tried.checkpoint, layout.tp, vocab_rows(tried.checkpoint, layout.tp, None), dtype=dtype)
         for parameter in kinds:
             for rank in {0, layout.tp - 1}:
                 cutter.local(parameter, rank)

@@ -13,6 +13,7 @@ from typing import Any
 from reshard.choices import NameScheme, TargetFormat
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import ConvertRequest
+from reshard.options import DeepSpeedOptions
 from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
 from reshard_engine.formats.deepspeed.facts import (
     ARGS,
@@ -208,8 +209,8 @@ def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     Raises:
         RequestError: `request.unsatisfiable` for names that the map does not know.
     """
-    options = request.options.deepspeed
-    names = options.names if options.names in _SCHEMES else None
+    options = request.options.of(DeepSpeedOptions)
+    names = request.names if request.names in _SCHEMES else None
     if request.to in (TargetFormat.ZERO, TargetFormat.UNIVERSAL):
         checkpoint = checkpoint.as_in_the_run()
     if names is not None:

@@ -16,9 +16,9 @@ from typing import ClassVar, TypeVar
 
 from reshard.choices import RankFramework, TargetFormat
 from reshard.dcp_options import Framework
-from reshard.errors import RequestError, SourceError, counted, listed, printable
+from reshard.errors import SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
-from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
+from reshard.options import FsdpRanksOptions, RunLayout
 from reshard_engine.checkpoint import (
     Checkpoint,
     OptimizerState,
@@ -169,16 +169,6 @@ class FsdpRanks(Format):
         """The writer of files of FSDP's ranks."""
         return FsdpRanksWriter()
 
-    def check_request(self, request: ConvertRequest) -> None:
-        """Refuse a target without a number of ranks, and options of this format for other targets."""
-        given = request.options.of(FsdpRanksOptions).given()
-        if request.to in self.targets:
-            if request.options.deepspeed.dp is None:
-                raise RequestError("request.invalid", f"--to {request.to} needs the number of ranks", fix="add --dp N")
-        elif given and request.to != TargetFormat.TORCH_CHECKPOINTING:  # follows some of them
-            flags = listed([f"--{name.replace('_', '-')}" for name in given])
-            raise RequestError("request.invalid", f"{flags}: for files of FSDP's ranks", fix="--to fsdp_ranks")
-
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """The names of numbers, and what plain tensors are, in files whose numbers and tensors stay as they are."""
         saved = checkpoint.facts.saved if isinstance(checkpoint.facts, RankFacts) else None
@@ -209,7 +199,7 @@ class FsdpRanks(Format):
         if not isinstance(tried.checkpoint.facts, RankFacts):
             return []
         to = TargetFormat.FSDP_RANKS
-        refusal = tried.refusal(to, options=Options(deepspeed=DeepSpeedOptions(dp=2)))
+        refusal = tried.refusal(to, layout=RunLayout(dp=2))
         if refusal is not None:
             return [tried.impossible(f"{to} --dp", refusal)]
         saved = tried.checkpoint.facts.saved

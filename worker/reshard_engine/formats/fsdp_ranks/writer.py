@@ -144,7 +144,7 @@ class _Target(TargetRanks):
     @property
     def random_states(self) -> Sequence[Mapping[str, Node]]:
         """The random states by source rank; none where these frameworks have no use for them, or if asked so."""
-        facts, rng = self.checkpoint.facts, self.request.options.deepspeed.rng
+        facts, rng = self.checkpoint.facts, self.request.rng
         if not self.has_numbers or rng is RngPolicy.DROP or not isinstance(facts, RankFacts):
             return ()
         return facts.rank_states if all(states.keys() >= _RANDOM for states in facts.rank_states) else ()
@@ -593,7 +593,7 @@ def _left_out(target: _Target) -> Iterator[NotCarried]:
     if target.framework is RankFramework.SKYRL and target.extra is not None:
         kept |= {*map(str, checkpoint.client_state)}
     kept |= {RANK_STATES} if target.random_states else set()
-    dropped = target.request.options.deepspeed.rng is RngPolicy.DROP
+    dropped = target.request.rng is RngPolicy.DROP
     others = checkpoint.facts.of_others(checkpoint)
     yield from named(others, OF_ANOTHER)
     for key in map(str, checkpoint.facts.run_state(checkpoint)):

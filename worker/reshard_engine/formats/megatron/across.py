@@ -111,7 +111,7 @@ _SAY_ORDER = f"--hf-rules {SPLIT} for a newer version, --hf-rules {GROUPED} befo
 def is_megatron_deepspeed(checkpoint: Checkpoint, request: ConvertRequest) -> bool:
     """True if `renamed_from_deepspeed` is to rename it: the request asks for it, and its names are such."""
     said = request.options.of(MegatronOptions).hf_rules
-    asked = request.options.deepspeed.names is NameScheme.MEGATRON_CORE and (said is None or said in ORDERS)
+    asked = request.names is NameScheme.MEGATRON_CORE and (said is None or said in ORDERS)
     return asked and any(_ATTENTION.fullmatch(p.fqn) for p in checkpoint.parameters)
 
 
@@ -554,7 +554,7 @@ _VERSION = 3.0
 
 def goes_on_in_deepspeed(checkpoint: Checkpoint, request: ConvertRequest) -> bool:
     """True if `renamed_to_deepspeed` is to rename it: a checkpoint of Megatron-core, for Megatron-DeepSpeed's names."""
-    return isinstance(checkpoint.facts, MegatronFacts) and request.options.deepspeed.names in BACK
+    return isinstance(checkpoint.facts, MegatronFacts) and request.names in BACK
 
 
 def renamed_to_deepspeed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
@@ -570,7 +570,7 @@ def renamed_to_deepspeed(checkpoint: Checkpoint, request: ConvertRequest) -> Che
     """
     facts = checkpoint.facts
     assert isinstance(facts, MegatronFacts)
-    options, names = request.options.of(MegatronOptions), request.options.deepspeed.names
+    options, names = request.options.of(MegatronOptions), request.names
     if request.to is TargetFormat.MEGATRON:
         text = f"--to {request.to} holds the names of Megatron-core, not those of {_DEEPSPEED}"
         raise RequestError("request.invalid", text, fix="leave --names out")

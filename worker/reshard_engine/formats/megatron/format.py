@@ -27,9 +27,9 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from reshard.choices import DamagedPolicy, NameScheme, OpaquePolicy, TargetFormat
-from reshard.errors import RequestError, ReshardError, SourceError, listed, printable
+from reshard.errors import RequestError, ReshardError, SourceError, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
-from reshard.options import MegatronOptions, NativeLayout
+from reshard.options import MegatronOptions
 from reshard_engine.checkpoint import Checkpoint, ParamGroup, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.containers.torch_file import TreeTensors, open_torch_file
@@ -100,10 +100,6 @@ _KEY, _BACKEND = "sharded_backend", "torch_dist"
 """The entry of the description that names the backend, and its value for distributed checkpoints of torch."""
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.(.+?)\.(.+)")
 """The key of a state of one parameter: the state's name, and the parameter's key."""
-_OF_SOURCES = frozenset({"damaged", "hf_rules"})
-"""Options that other targets take, too."""
-_ARGS = "megatron_args"
-"""The option that says arguments of the run, which the names of Megatron-DeepSpeed may need, too."""
 _MASTERS = ("param", "fp32_param")
 _OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 """The key of one object of several: the object's place among them, and how many there are along each axis."""
@@ -524,23 +520,23 @@ class Megatron(Format):
 
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """The members of param groups, unless experts get groups of their own: a run makes its groups anew."""
-        return () if request.options.of(NativeLayout).ep > 1 else (Question.MEMBERS,)
+        return () if request.layout.ep > 1 else (Question.MEMBERS,)
 
     def reads_model_files(self, request: ConvertRequest) -> bool:
         """True if heads are to be counted: `--names` takes their number from `config.json`."""
-        return request.options.deepspeed.names in _NAMES
+        return request.names in _NAMES
 
     def check_request(self, request: ConvertRequest) -> None:
-        """Refuse options of this format's target for another one, and rules for names that no name asks for.
+        """Refuse arguments of Megatron-LM that nothing takes, and rules for names that no name asks for.
 
         Raises:
             RequestError: `request.invalid`.
         """
-        names = request.options.deepspeed.names
-        given = {*request.options.of(MegatronOptions).given()} - _OF_SOURCES - ({_ARGS} if names in BACK else set())
-        if given and request.to not in self.targets:
-            flags = listed([f"--{name.replace('_', '-')}" for name in sorted(given)])
-            raise RequestError("request.invalid", f"{flags}: for --to megatron", fix="--to megatron")
+        names = request.names
+        args = request.options.of(MegatronOptions).megatron_args
+        if args is not None and request.to not in self.targets and names not in BACK:
+            text = f"--megatron-args: for --to megatron, and for --names {' or '.join(BACK)}"
+            raise RequestError("request.invalid", text, fix="leave --megatron-args out")
         said = request.options.of(MegatronOptions).hf_rules
         if names is NameScheme.HUGGING_FACE and request.to in self.targets:
             text = f"--to {request.to} writes the names of Megatron-core, not those of Hugging Face"

@@ -20,7 +20,7 @@ from math import prod
 from reshard.choices import CkptFormat, CommonStatePlace, OpaquePolicy, OptimizerSharding, RngPolicy
 from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest
-from reshard.options import MegatronOptions, NativeLayout
+from reshard.options import MegatronOptions
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.dcp_files.shards import AnyEntry, RunsEntry, ValueEntry
 from reshard_engine.formats.megatron.buffers import LayoutError
@@ -105,21 +105,20 @@ class RankedState:
 # The run that loads the files.
 
 
-def target_run(facts: MegatronFacts, layout: NativeLayout, options: MegatronOptions) -> dict[str | int, Node]:
+def target_run(facts: MegatronFacts, request: ConvertRequest) -> dict[str | int, Node]:
     """The arguments that a layout changes, by name.
 
     Args:
         facts: The facts of the source, with the arguments that the user says.
-        layout: The layout. Its data-parallel ranks are those of context parallelism, too.
-        options: The options of the target.
+        request: The request. The data-parallel ranks of its layout are those of context parallelism, too.
 
     Raises:
         RequestError: `request.invalid` for a layout that no run has.
     """
-    args, number = facts.common.args, facts.common.number
+    args, number, layout = facts.common.args, facts.common.number, request.layout
     if layout.dp is None:
         raise RequestError("request.invalid", "files for one layout need the data-parallel ranks", fix="add --dp N")
-    chunks, context = options.virtual_pipeline, number("context_parallel_size") or 1
+    chunks, context = layout.vpp, number("context_parallel_size") or 1
     if chunks is not None and layout.pp == 1:
         raise RequestError("request.invalid", "--virtual-pipeline: there is one pipeline stage", fix="add --pp N")
     if layout.dp % context:
@@ -138,15 +137,15 @@ def target_run(facts: MegatronFacts, layout: NativeLayout, options: MegatronOpti
         "expert_tensor_parallel_size": layout.tp if experts == before else experts,
         "virtual_pipeline_model_parallel_size": chunks,
         "world_size": layout.world_size,
-        "ckpt_format": options.ckpt_format.value,
+        "ckpt_format": request.options.of(MegatronOptions).ckpt_format.value,
     }
     if args.get(_PER_CHUNK) is not None:
         layers = number("num_layers")
         found[_PER_CHUNK] = None if chunks is None or layers is None else layers // (layout.pp * chunks)
     if layout.pp == 1 and args.get(_PIPELINE_LAYOUT) is not None:
         found[_PIPELINE_LAYOUT] = None
-    if layout.vocab_divisor is not None:
-        found["make_vocab_size_divisible_by"] = layout.vocab_divisor
+    if request.vocab_divisor is not None:
+        found["make_vocab_size_divisible_by"] = request.vocab_divisor
     return found
 
 
@@ -408,7 +407,7 @@ class MegatronWriter:
         directories = options.ckpt_format is CkptFormat.TORCH
         buckets = options.optimizer_sharding is OptimizerSharding.DP_RESHARDABLE
         if not directories and not buckets:
-            if options.virtual_pipeline is not None:
+            if request.layout.vpp is not None:
                 raise RequestError(
                     "request.invalid",
                     "--virtual-pipeline: every layout loads such files",
@@ -432,11 +431,11 @@ class _OneLayout(Layout):
 
     def __init__(self, checkpoint: Checkpoint, request: ConvertRequest) -> None:
         super().__init__(checkpoint, request)
-        self._changes = target_run(self._facts, self._layout, self._options)
+        self._changes = target_run(self._facts, self._request)
         common = self._facts.common
         run = Run.of(replace(common, args={**common.args, **self._changes}))
         self._ranks = LocalModels(
-            checkpoint, run, divisor=self._layout.vocab_divisor, saved_order=checkpoint.format == LEGACY
+            checkpoint, run, divisor=self._request.vocab_divisor, saved_order=checkpoint.format == LEGACY
         )
         if (rows := self._ranks.vocabulary_rows) is not None:
             self._changes["padded_vocab_size"] = rows
@@ -444,7 +443,7 @@ class _OneLayout(Layout):
 
     def _warn_of_random_states(self) -> None:
         held = len(self._facts.random_states)
-        if held and held != self._layout.tp * self._layout.pp and self._layout.rng is RngPolicy.KEEP:
+        if held and held != self._layout.tp * self._layout.pp and self._request.rng is RngPolicy.KEEP:
             self._warnings.append("random states do not fit other ranks: rank r gets those of source rank r mod N")
 
     def _parallel_sizes(self) -> dict[str, Node]:

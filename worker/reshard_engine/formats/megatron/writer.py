@@ -25,7 +25,7 @@ from typing import Any, cast
 from reshard.choices import CommonStatePlace, OptimizerSharding, RngPolicy
 from reshard.errors import RequestError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
-from reshard.options import MegatronOptions, NativeLayout
+from reshard.options import MegatronOptions
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.formats.carried import AS_ASKED, frozen_parameters, named
 from reshard_engine.formats.dcp_files.shards import AnyEntry, JoinedEntry, Part, ShardOptions, Shards, ValueEntry
@@ -199,7 +199,7 @@ class Layout:
         self._options = request.options.of(MegatronOptions)
         self._checkpoint, self._request = checkpoint, request
         self._facts = facts = facts_for(checkpoint, self._options)
-        self._layout = request.options.of(NativeLayout)
+        self._layout = request.layout
         self._warnings: list[str] = []
         self._left: list[NotCarried] = []
         sharding = self._options.optimizer_sharding
@@ -461,7 +461,7 @@ class Layout:
     def _kept_random_states(self) -> Mapping[tuple[int, ...], Node]:
         """The random states of the source that the target holds; none, with words about it, if none are to be kept."""
         held = self._facts.random_states
-        if held and self._layout.rng is not RngPolicy.DROP:
+        if held and self._request.rng is not RngPolicy.DROP:
             return held
         self._left += named([RANDOM] if held else [], AS_ASKED)
         self._warnings.append(NO_RANDOM)

@@ -18,8 +18,8 @@ from typing import ClassVar, TypeVar
 
 from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, counted, listed, printable
-from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
-from reshard.options import DeepSpeedOptions, FsdpRanksOptions, Options
+from reshard.models.jobs import NotCarried, PossibleTarget
+from reshard.options import RunLayout
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Question, Undecided
 from reshard_engine.containers.safetensors import SafetensorsFile, open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile, open_all, parse_json
@@ -135,23 +135,12 @@ class TorchCheckpointing(Format):
         """The writer of items of FSDP2's ranks."""
         return TorchCheckpointingWriter()
 
-    def check_request(self, request: ConvertRequest) -> None:
-        """Refuse a target without a number of ranks, and options of ranks' files that it does not follow."""
-        if request.to not in self.targets:
-            return
-        if request.options.deepspeed.dp is None:
-            raise RequestError("request.invalid", f"--to {request.to} needs the number of ranks", fix="add --dp N")
-        given = [n for n in request.options.of(FsdpRanksOptions).given() if n not in ("device_type", "fsdp_size")]
-        if given:
-            flags = listed([f"--{name.replace('_', '-')}" for name in given])
-            raise RequestError("request.invalid", f"{flags}: for files of FSDP's ranks", fix="--to fsdp_ranks")
-
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Items of any number of ranks, for a checkpoint of the same kind."""
         if not isinstance(tried.checkpoint.facts, ItemFacts):
             return []
         to = TargetFormat.TORCH_CHECKPOINTING
-        refusal = tried.refusal(to, options=Options(deepspeed=DeepSpeedOptions(dp=2)))
+        refusal = tried.refusal(to, layout=RunLayout(dp=2))
         if refusal is not None:
             return [tried.impossible(f"{to} --dp", refusal)]
         return [tried.possible(f"{to} --dp", "any number of ranks of FSDP2", f"--to {to} --dp 2")]

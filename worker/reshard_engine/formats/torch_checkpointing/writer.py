@@ -172,7 +172,7 @@ class _Target(TargetRanks):
     @property
     def keeps_random(self) -> bool:
         """True unless random states are to be left out."""
-        return self.request.options.deepspeed.rng is not RngPolicy.DROP
+        return self.request.rng is not RngPolicy.DROP
 
     @cached_property
     def others(self) -> Mapping[str, Node]:

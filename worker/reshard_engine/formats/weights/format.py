@@ -53,12 +53,6 @@ class Weights(Format):
 
     def check_request(self, request: ConvertRequest) -> None:
         """Refuse options of weights in a request that writes none, and a target that is named as one file."""
-        if request.to not in self.targets and request.options.weights.max_shard_bytes is not None:
-            raise RequestError(
-                "request.invalid",
-                "--max-shard-size is for consolidated weights",
-                fix="--to safetensors",
-            )
         check_card(request)
         _check_quantization(request)
         if request.to in self.targets:
@@ -107,8 +101,6 @@ class Weights(Format):
 
 def _check_quantization(request: ConvertRequest) -> None:
     options = request.options.weights
-    if options.quantize is not None and request.to != TargetFormat.SAFETENSORS:
-        raise RequestError("request.invalid", "--quantize is for safetensors", fix="--to safetensors")
     if options.quantize_layers is not None and options.quantize is None:
         raise RequestError("request.invalid", "--quantize-layers is for --quantize", fix="add --quantize fp8-block")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from reshard.choices import ZeroStage
+from reshard.choices import RngPolicy, ZeroStage
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest
-from reshard.options import NativeLayout
+from reshard.options import DeepSpeedOptions, RunLayout
 from reshard_engine.checkpoint import Checkpoint, Scalar
 from reshard_engine.formats.deepspeed.config import (
     DEFAULT_SUB_GROUP_SIZE,
@@ -35,7 +35,12 @@ class Target:
     bf16_optimizer: bool
     dtype: Dtype
     """The model's element type."""
-    layout: NativeLayout
+    layout: RunLayout
+    options: DeepSpeedOptions
+    vocab_divisor: int | None
+    """As the request says it; None for the source's."""
+    drops_rng: bool
+    """True if the target gets no random states."""
     dp: int
     """Data-parallel ranks."""
     round_robin: bool
@@ -94,7 +99,7 @@ class Target:
             options={
                 "round_robin_gradients": self.round_robin or (False if self.source.round_robin else None),
                 "parameter_alignment": self.aligned or (False if self.source.aligned else None),
-                "sub_group_size": self.layout.sub_group_size or self.source.sub_group_size,
+                "sub_group_size": self.options.sub_group_size or self.source.sub_group_size,
                 "elastic_checkpoint": None,
             },
         )
@@ -112,7 +117,7 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
         RequestError: `request.invalid` without a layout or with options that contradict one another;
             `request.unsatisfiable` for complex parameters.
     """
-    layout = request.options.deepspeed
+    layout, options = request.layout, request.options.of(DeepSpeedOptions)
     if layout.dp is None:
         raise RequestError("request.invalid", "a native target needs its number of data-parallel ranks", fix="--dp N")
     if request.exclude_frozen:
@@ -131,7 +136,7 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
             "its ds_config is a path or absent",
             fix="--dtype bf16|fp16|fp32",
         )
-    stage = layout.zero_stage or _stage_like(checkpoint, source, dtype)
+    stage = options.zero_stage or _stage_like(checkpoint, source, dtype)
     bf16_optimizer = stage is ZeroStage.BF16
     if bf16_optimizer and dtype.name != "bfloat16":
         if request.dtype is not None:
@@ -146,10 +151,13 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
         bf16_optimizer=bf16_optimizer,
         dtype=dtype,
         layout=layout,
+        options=options,
+        vocab_divisor=request.vocab_divisor,
+        drops_rng=request.rng is RngPolicy.DROP,
         dp=layout.dp,
-        round_robin=flat and _first(layout.round_robin_gradients, source.round_robin or facts_of(checkpoint).dealt),
-        aligned=flat and _first(layout.parameter_alignment, source.aligned),
-        sub_group_size=layout.sub_group_size or source.sub_group_size or DEFAULT_SUB_GROUP_SIZE,
+        round_robin=flat and _first(options.round_robin_gradients, source.round_robin or facts_of(checkpoint).dealt),
+        aligned=flat and _first(options.parameter_alignment, source.aligned),
+        sub_group_size=options.sub_group_size or source.sub_group_size or DEFAULT_SUB_GROUP_SIZE,
         source=source,
         source_config=entries.get(CONFIG),
         source_world=checkpoint.world,

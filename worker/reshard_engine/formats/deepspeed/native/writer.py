@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
-from reshard.choices import OpaquePolicy, RngPolicy
+from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
-from reshard.options import NativeLayout
+from reshard.options import DeepSpeedOptions
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.carried import AS_ASKED, named
 from reshard_engine.formats.deepspeed.cautions import padding_changes, sectioned
@@ -120,7 +120,7 @@ def local_models(checkpoint: Checkpoint, target: Target, cutter: Cutter) -> list
     Raises:
         RequestError: `request.unsatisfiable` if the model cannot be cut for this layout.
     """
-    stages, fused = _stages(checkpoint, target.layout), fuse_experts(checkpoint)
+    stages, fused = _stages(checkpoint, target), fuse_experts(checkpoint)
     buffers = {b.fqn: b.tensor for b in checkpoint.buffers}
     paths = _paths(checkpoint)
     found: list[LocalModel] = []
@@ -149,9 +149,9 @@ def is_pipeline(checkpoint: Checkpoint) -> bool:
     return any(p.layer is not None for p in checkpoint.trained)
 
 
-def _stages(checkpoint: Checkpoint, layout: NativeLayout) -> list[list[Parameter]]:
+def _stages(checkpoint: Checkpoint, target: Target) -> list[list[Parameter]]:
     """The parameters of each pipeline stage, in the order of the stage."""
-    everything = [*checkpoint.trained, *checkpoint.frozen]
+    layout, everything = target.layout, [*checkpoint.trained, *checkpoint.frozen]
     if not is_pipeline(checkpoint):
         if layout.pp > 1:
             raise RequestError(
@@ -170,7 +170,7 @@ def _stages(checkpoint: Checkpoint, layout: NativeLayout) -> list[list[Parameter
     ordered = sorted(everything, key=lambda p: (not p.fqn.startswith(TIED), 0 if p.fqn.startswith(TIED) else p.layer))
     if layout.pp == 1:
         return [ordered]
-    cuts = _boundaries(checkpoint, layout, ordered)
+    cuts = _boundaries(checkpoint, target, ordered)
     return [list(_members(ordered, cuts, stage)) for stage in range(layout.pp)]
 
 
@@ -183,7 +183,8 @@ def _members(ordered: Sequence[Parameter], cuts: Sequence[int], stage: int) -> I
             yield parameter
 
 
-def _boundaries(checkpoint: Checkpoint, layout: NativeLayout, ordered: Sequence[Parameter]) -> list[int]:
+def _boundaries(checkpoint: Checkpoint, target: Target, ordered: Sequence[Parameter]) -> list[int]:
+    layout, options = target.layout, target.options
     weights: dict[int, int] = {}
     shapes: dict[int, list[object]] = {}
     for parameter in ordered:
@@ -196,14 +197,14 @@ def _boundaries(checkpoint: Checkpoint, layout: NativeLayout, ordered: Sequence[
             weights[layer] = weights.get(layer, 0) + (size // layout.tp if cut else size)
         shapes.setdefault(layer, []).append((parameter.fqn.partition(".")[2], parameter.shape))
     tied = _is_tied(ordered)
-    if layout.partition_method is None:
+    if options.partition_method is None:
         stage_layers = facts_of(checkpoint).stage_layers
         if stage_layers and len(stage_layers) == layout.pp:
             # As many stages as before: their layers are the source's.
             first = ",".join(map(str, (0, *stage_layers[1:])))
-            layout = layout.model_copy(update={"partition_method": first})
+            options = options.model_copy(update={"partition_method": first})
         elif is_megatron(checkpoint):
-            layout = layout.model_copy(update={"partition_method": "type:transformer"})
+            options = options.model_copy(update={"partition_method": "type:transformer"})
         else:
             raise RequestError(
                 "request.invalid",
@@ -213,7 +214,7 @@ def _boundaries(checkpoint: Checkpoint, layout: NativeLayout, ordered: Sequence[
                 f"{_layers_named(ordered)}), or each stage's first layer: 0,3,6",
             )
     kinds = {layer: tuple(sorted(map(repr, names))) for layer, names in shapes.items()}
-    return boundaries(layout, weights, kinds, tied=tied)
+    return boundaries(layout.pp, options, weights, kinds, tied=tied)
 
 
 def _is_tied(ordered: Sequence[Parameter]) -> bool:
@@ -398,8 +399,8 @@ def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | No
     }
     if vocab_rows is not None:
         sizes[PADDED_VOCAB_ARG] = vocab_rows
-    if layout.vocab_divisor is not None:
-        sizes[VOCAB_DIVISOR_ARG] = layout.vocab_divisor
+    if target.vocab_divisor is not None:
+        sizes[VOCAB_DIVISOR_ARG] = target.vocab_divisor
     if ARGS in found:
         found[ARGS] = with_args(found[ARGS], sizes)
     if is_mapping(state.get(INFO)):
@@ -468,9 +469,9 @@ class ZeroWriter:
         checkpoint = megatron_grouped(
             in_muons_order(regrouped(checkpoint, target.layout.ep), target),
             sharded=target.stage == 3,
-            wanted=request.options.deepspeed.weight_decay_groups,
+            wanted=request.options.of(DeepSpeedOptions).weight_decay_groups,
         )
-        rows = vocab_rows(checkpoint, target.layout)
+        rows = vocab_rows(checkpoint, target.layout.tp, target.vocab_divisor)
         cutter = Cutter(checkpoint, target.layout.tp, rows, dtype=target.dtype)
         models = local_models(checkpoint, target, cutter)
         # Numbers of parts follow those of the source's tensors; templates refer to both.
@@ -517,13 +518,12 @@ def _with_copies(checkpoint: Checkpoint, target: Target) -> Checkpoint:
 
 def _not_carried(checkpoint: Checkpoint, target: Target) -> tuple[NotCarried, ...]:
     layout = target.layout
-    drops = layout.rng is RngPolicy.DROP
     # Below stage 3 one file of model states serves all data-parallel ranks.
     ranks = layout.tp * layout.pp * (target.dp if target.stage == 3 else 1)
     rng = named(checkpoint.rng[0] if checkpoint.rng else (), AS_ASKED)
     lost = scaler_attributes_left(target)
     return (
-        *(rng if drops else random_states(checkpoint, ranks)),
+        *(rng if target.drops_rng else random_states(checkpoint, ranks)),
         *named(lost, "this target's loss scaler has no such attribute"),
         *not_kept(checkpoint),
     )
@@ -575,25 +575,25 @@ def refuse_empty_groups(models: Sequence[LocalModel], count: int) -> None:
             )
 
 
-def vocab_rows(checkpoint: Checkpoint, layout: NativeLayout) -> int | None:
-    """Rows of the vocabulary with padding for the target's ranks; None where no parameter is a vocabulary.
+def vocab_rows(checkpoint: Checkpoint, tp: int, divisor: int | None) -> int | None:
+    """Rows of the vocabulary with padding for `tp` ranks; None where no parameter is a vocabulary.
 
-    Where nothing gives the divisor of the padding, the source's number of rows stays if the ranks divide it. A model
-    that has another number of rows refuses the checkpoint when it loads.
+    `divisor` is the one that the request gives. Where nothing gives it, the source's number of rows stays if the ranks
+    divide it. A model that has another number of rows refuses the checkpoint when it loads.
     """
     sizes = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
     if not sizes:
         return None
     facts = facts_of(checkpoint)
-    divisor = layout.vocab_divisor or facts.vocab_divisor
-    if divisor is None and facts.vocab_rows is not None and facts.vocab_rows % layout.tp == 0:
+    divisor = divisor or facts.vocab_divisor
+    if divisor is None and facts.vocab_rows is not None and facts.vocab_rows % tp == 0:
         return facts.vocab_rows
-    unit = (divisor or 1) * layout.tp
+    unit = (divisor or 1) * tp
     return -(-max(sizes) // unit) * unit
 
 
 def _vocab_warnings(checkpoint: Checkpoint, target: Target, rows: int | None) -> list[str]:
-    known = target.layout.vocab_divisor or facts_of(checkpoint).vocab_divisor
+    known = target.vocab_divisor or facts_of(checkpoint).vocab_divisor
     if rows is None or known is not None or not target.tp_changes:
         return []
     text = f"nothing says to which multiple the model pads its vocabulary: {rows} rows for {target.layout.tp} ranks"
@@ -668,7 +668,7 @@ class _Files:
     def _run_state(self, rank: int) -> Mapping[str | int, Node]:
         """The run's own state, with the random states of source rank `rank` modulo their number."""
         found = self._checkpoint.rng
-        if self._target.layout.rng is RngPolicy.DROP:
+        if self._target.drops_rng:
             gone = {*RNG_KEYS, *(found[0] if found else ())}
             return {k: v for k, v in self._state.items() if k not in gone}
         return {**self._state, **found[rank % len(found)]} if found else self._state
@@ -724,7 +724,7 @@ def _rng_warnings(checkpoint: Checkpoint, target: Target) -> list[str]:
     world = (target.dp, layout.tp, layout.pp)
     if not rng_states or world == tuple(checkpoint.world.get(axis, 1) for axis in ("dp", "tp", "pp")):
         return []
-    if layout.rng is RngPolicy.DROP:
+    if target.drops_rng:
         return [f"random states ({', '.join(rng_states)}) were left out, as asked"]
     return [
         f"random states ({', '.join(rng_states)}) do not fit other worlds: rank r gets those of source rank r mod N"

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from reshard.errors import RequestError, SourceError, counted, printable
-from reshard.options import NativeLayout
+from reshard.options import DeepSpeedOptions
 from reshard_engine.checkpoint import Agreement, Parameter
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.deepspeed.files import NUMBERED, PARALLEL_DIMENSIONS, TIED
@@ -337,12 +337,13 @@ _INFINITY = float("inf")
 
 
 def boundaries(
-    layout: NativeLayout, weights: Mapping[int, int], shapes: Mapping[int, object], *, tied: bool
+    pp: int, options: DeepSpeedOptions, weights: Mapping[int, int], shapes: Mapping[int, object], *, tied: bool
 ) -> list[int]:
     """The first layer of each stage, and one past the last: `pp + 1` numbers.
 
     Args:
-        layout: `partition_method`, `pipeline_layers` and `pp`.
+        pp: Number of stages.
+        options: `partition_method` and `pipeline_layers`.
         weights: Trainable elements of each layer that has parameters, on one tensor-parallel rank.
         shapes: The kind of each layer: names and shapes of its parameters.
         tied: True if a module of the first layers comes again behind the last layer.
@@ -350,9 +351,9 @@ def boundaries(
     Raises:
         RequestError: `request.invalid` for boundaries that do not cover the layers, or a method that lacks options.
     """
-    method = (layout.partition_method or "").lower()
+    method = (options.partition_method or "").lower()
     last = max(weights, default=0) + (2 if tied else 1)
-    count = layout.pipeline_layers or last
+    count = options.pipeline_layers or last
     if count < last or count > MAX_LAYERS:
         raise RequestError(
             "request.invalid",
@@ -360,26 +361,26 @@ def boundaries(
             fix=f"at least {last}",
         )
     if method[:1].isdigit():
-        return _explicit(method, layout.pp, last)
-    if layout.pp > count:
+        return _explicit(method, pp, last)
+    if pp > count:
         raise RequestError(
             "request.unsatisfiable",
-            f"{layout.pp} pipeline stages for {counted(count, 'layer')}",
+            f"{pp} pipeline stages for {counted(count, 'layer')}",
             fix=f"--pp {count} or less",
         )
     if method == "uniform":
-        if layout.pipeline_layers is None:
+        if options.pipeline_layers is None:
             raise RequestError(
                 "request.invalid",
                 "`uniform` depends on the number of layers, those without parameters included: no checkpoint states it",
                 fix=f"--pipeline-layers N (at least {last}), or each stage's first layer: --partition-method 0,3,6",
             )
-        return _uniform(count, layout.pp)
+        return _uniform(count, pp)
     if method == "parameters":
         sizes = [weights.get(i, 0) for i in range(count)]
         if tied:
             sizes[last - 1] += weights[min(weights)]
-        return _balanced(sizes, layout.pp)
+        return _balanced(sizes, pp)
     if method.startswith("type:"):
         kinds = Counter(shapes.values())
         block, repeats = kinds.most_common(1)[0] if kinds else (None, 0)
@@ -389,7 +390,7 @@ def boundaries(
                 "no two layers are of one kind: `type:` would match one layer at most",
                 fix="--partition-method parameters, or each stage's first layer: 0,3,6",
             )
-        return _balanced([1 if shapes.get(i) == block else 0 for i in range(count)], layout.pp)
+        return _balanced([1 if shapes.get(i) == block else 0 for i in range(count)], pp)
     raise RequestError(
         "request.invalid",
         f"partition_method {printable(method)!r} is not known",

@@ -19,6 +19,7 @@ from math import prod
 from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest
+from reshard.options import DeepSpeedOptions
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
 from reshard_engine.formats import carried
 from reshard_engine.formats.deepspeed.cautions import padding_of_atoms, sectioned, uncut_warnings
@@ -240,14 +241,14 @@ class UniversalWriter:
         checkpoint, recomputed = without_recomputed(without_empty_parameters(checkpoint))
         checkpoint, empty_groups = without_empty_groups(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
-        groups = request.options.deepspeed.weight_decay_groups
+        groups = request.options.of(DeepSpeedOptions).weight_decay_groups
         by_stage = follows_stage(checkpoint, groups)
         source, checkpoint = checkpoint, megatron_grouped(checkpoint, sharded=False, wanted=groups)
         states, warnings = _states_to_write(checkpoint)
         warnings += groups_by_stage(source, checkpoint) if by_stage else []
         warnings += uncut_warnings(checkpoint)
         warnings += sectioned(checkpoint, request)
-        asked = request.options.deepspeed.vocab_divisor
+        asked = request.vocab_divisor
         rows = _vocab_rows(checkpoint, asked)
         warnings += padding_of_atoms(checkpoint, rows, asked or facts_of(checkpoint).vocab_divisor)
         cutter = Cutter(checkpoint, 1, rows, dtype=FLOAT32)
@@ -437,7 +438,7 @@ def _layout_notes(checkpoint: Checkpoint, request: ConvertRequest, *, by_stage: 
     if any(p.layer is not None for p in checkpoint.parameters):
         notes["tied_layers"] = mapping_of({**tied})
     facts = facts_of(checkpoint)
-    if (divisor := request.options.deepspeed.vocab_divisor or facts.vocab_divisor) is not None:
+    if (divisor := request.vocab_divisor or facts.vocab_divisor) is not None:
         notes["vocab_divisor"] = divisor
     if facts.vocab_rows is not None:
         notes["vocab_rows"] = facts.vocab_rows

@@ -70,7 +70,7 @@ def renamed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         RequestError: `request.unsatisfiable` where nothing says the architecture, or its rules do not explain a name.
         SourceError: What is wrong with `config.json`.
     """
-    names = request.options.deepspeed.names
+    names = request.names
     if names is NameScheme.HUGGING_FACE:
         return _there(checkpoint, request)
     if names is NameScheme.MEGATRON_CORE and not isinstance(checkpoint.facts, MegatronFacts):
