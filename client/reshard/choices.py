@@ -30,9 +30,6 @@ class TargetFormat(StrEnum):
     SLIM = "slim"
 
 
-"""The formats that can have a model card, and that the Hugging Face hub takes."""
-
-
 class RankFramework(StrEnum):
     """The frameworks that save one file for each rank of FSDP."""
 
@@ -132,6 +129,21 @@ class ZeroStage(StrEnum):
     STAGE_3 = "3"
     BF16 = "bf16"
     """BF16_Optimizer: stage 1 with fp32 gradient accumulation."""
+
+    @property
+    def number(self) -> int:
+        """The stage that DeepSpeed's files state."""
+        return 1 if self is ZeroStage.BF16 else int(self.value)
+
+
+class MissingMoments(StrEnum):
+    """Policies for trained parameters without optimizer states: no gradient ever reached them."""
+
+    ZERO = "zero"
+    """They get the states that the optimizer begins with: zeros."""
+    OMIT = "omit"
+    """They get none, as in the source; loaders then need `allow_partial_load`."""
+    REFUSE = "refuse"
 
 
 class RngPolicy(StrEnum):

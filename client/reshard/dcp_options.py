@@ -14,7 +14,7 @@ from reshard.choices import ParamOrder
 from reshard.installed_formats import InstalledFormat
 from reshard.option import Option, Place
 from reshard.options import FormatOptions, is_none
-from reshard.targets import Target
+from reshard.targets import Load, Target
 
 
 class Framework(StrEnum):
@@ -32,16 +32,6 @@ class Framework(StrEnum):
     """A sharded checkpoint of Lightning: `model`, `optimizer_0`, and `meta.pt`."""
     TORCHTUNE = "torchtune"
     """torchtune's output directory, with `--to torch_save`: `epoch_N` and `recipe_state`."""
-
-
-class MissingMoments(StrEnum):
-    """Policies for trained parameters without optimizer states: no gradient ever reached them."""
-
-    ZERO = "zero"
-    """They get the states that the optimizer begins with: zeros."""
-    OMIT = "omit"
-    """They get none, as in the source; loaders then need `allow_partial_load`."""
-    REFUSE = "refuse"
 
 
 class DcpOptions(FormatOptions):
@@ -92,10 +82,6 @@ class DcpOptions(FormatOptions):
         max_length=128,
         description="With --to torch_save, the name of the file; optimizer.pt for a Trainer without FSDP.",
     )
-    missing_moments: Annotated[MissingMoments, Option(label="Parameters without optimizer states")] = Field(
-        default=MissingMoments.ZERO,
-        description="Trained parameters without optimizer states: zero (default), omit, refuse.",
-    )
 
 
 DCP = InstalledFormat(
@@ -109,6 +95,12 @@ DCP = InstalledFormat(
             use="FSDP (DCP)",
             also=("fsdp", "fsdp2", "distcp"),
             options=("framework", "files", "target_model_key", "target_optimizer_key", "trainer_files"),
+            loads=(
+                Load("trainer.fit(model, ckpt_path={dir})", having="meta.pt"),
+                Load("trainer.train(resume_from_checkpoint={dir})", having="trainer_state.json"),
+                Load("accelerator.load_state({dir})", having="pytorch_model_fsdp_0/*"),
+                Load("dcp.load(state_dict, checkpoint_id={dir})"),
+            ),
             ending="fsdp",
         ),
         "torch_save": Target(

@@ -198,7 +198,9 @@ def refuse_options_of_others(request: ConvertRequest) -> None:
         raise RequestError(
             "request.invalid",
             f"--to {target.name} does not take {flags}{where}",
-            fix=f"leave out {flags}, or --to {taking[0]}" if taking else f"leave out {flags}: no target takes them all",
+            fix=f"leave out {flags}, or --to {taking[0]}"
+            if taking
+            else f"leave out {flags}, or each with a --to of its own",
         )
     if lacking := [name for name in target.needs if name not in given]:
         option = declared_options()[lacking[0]]

@@ -15,9 +15,19 @@ from functools import cache
 from importlib import metadata
 from typing import Annotated, Any, cast, get_args
 
-from pydantic import AliasChoices, BeforeValidator, Field, GetCoreSchemaHandler, create_model
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    create_model,
+)
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
 
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError, printable
 from reshard.option import Option
 from reshard.options import (
@@ -44,6 +54,8 @@ BUILT_IN = (
     "torch_files",
 )
 """The names of the formats that reshard brings."""
+OWN_ENTRY_POINTS = frozenset({"dcp"})
+"""The names of those formats that reshard brings by an entry point, as other packages do."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -134,14 +146,17 @@ def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
         return f"the record of its target {odd[0]} has another name"
     if taken := sorted(targets & {*new.targets}):
         return f"another format writes the target {taken[0]}"
+    ours = (SourceSpec, ConversionOptions, RunLayout, *(f.default_factory for f in Options.model_fields.values()))
+    names = {name for model in (*ours, *(f.options for f in others)) for name in _names_in(model)}
+    records = [record for record in new.targets.values() if isinstance(record, Target)]
+    if odd := [o for r in records for o in (*r.options, *r.needs) if o not in names | _names_in(new.options)]:
+        return f"the record of its target names the option {odd[0]}, which there is not"
     if new.options is None:
         return None
     if odd := [n for n, f in new.options.model_fields.items() if plain_kind(f) is None]:
         return f"its option {odd[0]} is neither text nor a number, a choice or a truth value"
     if required := [n for n, f in new.options.model_fields.items() if f.is_required()]:
         return f"its option {required[0]} has no default"
-    ours = (SourceSpec, ConversionOptions, RunLayout, *(f.default_factory for f in Options.model_fields.values()))
-    names = {name for model in (*ours, *(f.options for f in others)) for name in _names_in(model)}
     if taken := sorted((names | _OTHER_NAMES) & {*new.options.model_fields}):
         return f"another option is called {taken[0]}"
     return None
@@ -168,6 +183,27 @@ def refused_format(name: str, package: str, reason: str) -> RequestError:
         f"the format {printable(name)} of the package {printable(package)} cannot be used: {reason}",
         fix=f"install a version of {printable(package)} that fits this reshard, or remove it: pip uninstall {package}",
     )
+
+
+# The type of a target's name in requests: a target of reshard, or of a format of another package.
+
+
+class _TargetNames:
+    """Makes the API's schema list every target that the service can write."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """A string of a closed list."""
+        return {"type": "string", "enum": list(target_names())}
+
+
+def known_target(name: str) -> str:
+    """The member of `TargetFormat` with this name; the name itself if it belongs to another package's format."""
+    return TargetFormat.__members__.get(name.upper(), name)
+
+
+TargetName = Annotated[str, Field(max_length=64), AfterValidator(known_target), _TargetNames]
+"""The name of a target. A name that this machine does not know stays a plain string; the engine refuses it."""
 
 
 # Options as requests nest them: those of reshard's own formats, and of formats that other packages bring.

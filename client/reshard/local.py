@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         SealReport,
         Signing,
     )
+    from reshard.models.resume import RunLaunch
     from reshard.options import Options, SourceSpec
     from reshard.shared_work import SharedWork
 
@@ -278,8 +279,15 @@ class Mount(Protocol):
 class Engine(Protocol):
     """The operations of the engine in this process. All calls are synchronous and raise `ReshardError`s."""
 
-    def inspect(self, source: SourceSpec, *, compare: bool = False) -> Inspection:
-        """Describe a checkpoint, from its metadata only; with `compare`, after comparing what must agree in it."""
+    def inspect(self, source: SourceSpec, *, compare: bool = False, launch: RunLaunch | None = None) -> Inspection:
+        """Describe a checkpoint, from its metadata only; with `compare`, after comparing what must agree in it.
+
+        With `launch`, it also says what that run loads: the checkpoint as it is, or which conversion of it.
+        """
+        ...
+
+    def format_at(self, directory: str) -> str | None:
+        """The name of the format that recognises a directory by its names; None if no format does."""
         ...
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:

@@ -19,6 +19,7 @@ from reshard.choices import (
     CommonStatePlace,
     DamagedPolicy,
     EmptyWeights,
+    MissingMoments,
     NameScheme,
     OpaquePolicy,
     OptimizerSharding,
@@ -62,6 +63,10 @@ def is_none(value: object) -> bool:
 
 def _is_false(value: object) -> bool:
     return value is False
+
+
+def _is_zero(value: object) -> bool:
+    return value is MissingMoments.ZERO
 
 
 def _is_kept(value: object) -> bool:
@@ -377,6 +382,18 @@ class ConversionOptions(RequestModel):
         ),
     ] = Field(default=EmptyWeights.REFUSE, exclude_if=_is_refused)
     """Weights that were saved alone, and of which several, and at least a tenth, have the shape [0]."""
+    missing_moments: Annotated[
+        MissingMoments,
+        Option(
+            "Trained parameters without optimizer states: refuse; or, for --to dcp and torch_save, zero or omit.",
+            Section.CHECKING,
+            6,
+            label="Parameters without optimizer states",
+            digested="dcp.missing_moments",
+        ),
+    ] = Field(default=MissingMoments.ZERO, exclude_if=_is_zero)
+    """Trained parameters that no gradient ever reached. With `zero`, distributed checkpoints and files of `torch.save`
+    get the states that an optimizer begins with; with `omit`, they get none. `refuse` holds for every target."""
     on_overflow: Annotated[
         OverflowPolicy,
         Option(

@@ -1,12 +1,38 @@
 """The formats that a conversion writes, as users meet them: names, contents, and where each has its place.
 
 The help of commands, documents, docstrings, the dashboard and errors are made of these records. The module imports
-nothing but the standard library, because `--help` needs it.
+no library, because `--help` needs it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from reshard.choices import POINTERS
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The line by which a user's script loads a target."""
+
+    line: str
+    """`{dir}` stands for the target's directory as a literal of Python, `{save}` and `{tag}` for its two parts, and
+    `{file}` for the only file of weights."""
+    having: str = ""
+    """A pattern of names: the line is for targets with such a file. Empty for all."""
+    alone: bool = False
+    """True if it is for targets with exactly one such file."""
+    on_hub: bool = False
+    """True if the line also loads the target from the Hugging Face hub."""
+
+    def takes(self, files: Iterable[str]) -> bool:
+        """True if a target with these files is loaded by the line."""
+        if not self.having:
+            return True
+        matching = sum(fnmatchcase(name, self.having) for name in files)
+        return matching == 1 if self.alone else matching > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +48,8 @@ class Target:
     """What it is good for, in two or three words, as `inspect` lists what a checkpoint can become."""
     also: tuple[str, ...] = ()
     """Other names that mean this target and no other. A misspelling is none: it is asked back."""
-    is_tag: bool = False
-    """True if the last name of the target's directory is a tag of DeepSpeed, beside which `latest` lies."""
+    tracker: str = ""
+    """The file beside the target's directory that names the checkpoint from which its run resumes; empty for none."""
     is_weights: bool = False
     """True if it holds weights alone, and nothing of the state of a training run."""
     options: tuple[str, ...] = ()
@@ -31,13 +57,30 @@ class Target:
     that some target lists is refused where another target does not list it."""
     needs: tuple[str, ...] = ()
     """Those options without which it cannot be written."""
+    loads: tuple[Load, ...] = ()
+    """The ways to load it, the first of which that takes its files is the `next:` line of a conversion."""
+    before_load: str = ""
+    """What the run's configuration needs first, in a line of its own."""
     ending: str = ""
     """The word at the end of the names that are suggested for it; empty for its own name."""
+
+    @property
+    def is_tag(self) -> bool:
+        """True if the last name of the target's directory is a tag of DeepSpeed, which `latest` names."""
+        return self.tracker in POINTERS
+
+    def load(self, files: Collection[str], *, on_hub: bool = False) -> Load | None:
+        """The way to load a target of these files, from a directory or from the hub; None if none is known."""
+        return next((way for way in self.loads if way.takes(files) and (way.on_hub or not on_hub)), None)
 
 
 _DEEPSPEED_GROUPS = ("vocab_divisor", "weight_decay_groups", "megatron_args")
 _OF_ONE_ADAPTER = ("adapter", "lora_alpha", "rslora")
 _OF_WEIGHTS = ("max_shard_size", "card", "base_model", "merge_adapter", "base", *_OF_ONE_ADAPTER)
+
+_BY_DEEPSPEED = (Load("engine.load_checkpoint({save}, tag={tag})"),)
+_BY_TRANSFORMERS = Load("AutoModelForCausalLM.from_pretrained({dir})", having="config.json", on_hub=True)
+_BY_ACCELERATE = Load("accelerate.load_checkpoint_in_model(model, {dir})")
 
 TARGETS = (
     Target(
@@ -47,7 +90,9 @@ TARGETS = (
         use="DeepSpeed universal",
         also=("ucp", "deepspeed-universal"),
         options=_DEEPSPEED_GROUPS,
-        is_tag=True,
+        tracker="latest_universal",
+        before_load='in the DeepSpeed config: "checkpoint": {"load_universal": true}',
+        loads=_BY_DEEPSPEED,
     ),
     Target(
         name="safetensors",
@@ -56,6 +101,11 @@ TARGETS = (
         use="Weights",
         also=("hf", "huggingface", "transformers"),
         options=(*_OF_WEIGHTS, "quantize", "quantize_layers"),
+        loads=(
+            _BY_TRANSFORMERS,
+            Load("safetensors.torch.load_model(model, {file})", having="*.safetensors", alone=True),
+            _BY_ACCELERATE,
+        ),
         is_weights=True,
         ending="weights",
     ),
@@ -66,6 +116,11 @@ TARGETS = (
         use="Weights",
         also=("pytorch", "pt"),
         options=_OF_WEIGHTS,
+        loads=(
+            _BY_TRANSFORMERS,
+            Load("model.load_state_dict(torch.load({file}, weights_only=True))", having="*.bin", alone=True),
+            _BY_ACCELERATE,
+        ),
         is_weights=True,
         ending="weights",
     ),
@@ -89,7 +144,8 @@ TARGETS = (
             "sub_group_size",
         ),
         needs=("dp",),
-        is_tag=True,
+        tracker="latest",
+        loads=_BY_DEEPSPEED,
         ending="deepspeed",
     ),
     Target(
@@ -99,6 +155,7 @@ TARGETS = (
         use="LoRA adapter",
         also=("lora",),
         options=("card", "base_model", *_OF_ONE_ADAPTER),
+        loads=(Load("PeftModel.from_pretrained(base_model, {dir})", on_hub=True),),
         is_weights=True,
         ending="adapter",
     ),
@@ -115,6 +172,7 @@ TARGETS = (
         label="Megatron-core, for any number of GPUs",
         contains="Megatron-core's distributed checkpoint (torch_dist), or its files for one layout",
         use="Megatron-core",
+        tracker="latest_checkpointed_iteration.txt",
         options=(
             "dp",
             "tp",

@@ -17,6 +17,7 @@ from laws.rank_files import World, save_accelerate, save_verl_run, small_model
 from reshard.ensuring import call, converters
 from reshard.errors import RequestError, SourceError, StorageError
 from reshard.local import load_engine
+from reshard.models.resume import RunLaunch
 from reshard.options import SourceSpec
 from servers.s3 import S3Server
 
@@ -60,8 +61,8 @@ class Watched:
         there = self._s3.read_all(self._bucket, "out")
         self.seen.append((url.rpartition("/")[2], {n for n in there if n.endswith(("reshard.json", ".txt"))}))
 
-    def inspect(self, source: SourceSpec) -> Any:
-        return load_engine().inspect(source)
+    def inspect(self, source: SourceSpec, *, launch: RunLaunch) -> Any:
+        return load_engine().inspect(source, launch=launch)
 
     def convert(self, request: Any, **hooks: Any) -> Any:
         self._note(request.target)
@@ -174,8 +175,8 @@ def test_what_a_step_cannot_be_is_refused(stored: str, bucket: str, monkeypatch:
     class Service(converters.ServiceConverter):
         def __init__(self, *_: Any) -> None: ...
 
-        def inspect(self, source: SourceSpec) -> Any:
-            return load_engine().inspect(source)
+        def inspect(self, source: SourceSpec, launch: RunLaunch) -> Any:
+            return load_engine().inspect(source, launch=launch)
 
     monkeypatch.setattr(call, "ServiceConverter", Service)
     options: dict[str, Any] = {"dp": 3, "out": f"s3://{bucket}/out", "url": "http://service"}

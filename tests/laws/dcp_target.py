@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from laws.dcp_files import flattened, nested
 from laws.targets import MANIFEST
 from laws.torch_values import bits_of, load, torch_value, tree_of
-from reshard.dcp_options import DcpOptions, Framework, MissingMoments
+from reshard.choices import MissingMoments
+from reshard.dcp_options import DcpOptions, Framework
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.testing.logical import Bits, Case, Content, LogicalState, Saved, Tree
 
@@ -52,14 +53,16 @@ class DcpTarget:
             {
                 "framework": st.sampled_from([None, *(f for f in Framework if f is not Framework.TORCHTUNE)]),
                 "files": st.sampled_from([None, 1, 2, 3]),
-                "missing_moments": st.sampled_from([MissingMoments.ZERO, MissingMoments.OMIT]),
             }
         )
         placed = st.just(
             {"framework": Framework.STATE_DICT, "target_model_key": "app.model", "target_optimizer_key": "app.optim"}
         )
         chosen = (plain | placed).map(lambda o: {TARGET: {k: v for k, v in o.items() if v is not None}})
-        return st.fixed_dictionaries({"to": st.just(TARGET), "exclude_frozen": st.booleans(), "options": chosen})
+        moments = st.sampled_from([MissingMoments.ZERO, MissingMoments.OMIT])
+        return st.fixed_dictionaries(
+            {"to": st.just(TARGET), "exclude_frozen": st.booleans(), "options": chosen, "missing_moments": moments}
+        )
 
     def takes(self, case: Case) -> bool:
         """True unless torch itself could not save such a state: without param groups, or with two entries of a key."""
@@ -84,7 +87,7 @@ class DcpTarget:
         short = _short_names(model)
         tensors = {f"model/{short[name]}": bits for name, bits in model.items()}
         values: dict[str, Tree] = dict(_beside(state, options.framework))
-        omitted = saved.never_updated if options.missing_moments is MissingMoments.OMIT else frozenset[str]()
+        omitted = saved.never_updated if request.missing_moments is MissingMoments.OMIT else frozenset[str]()
         for parameter in state.trained:
             fqn, group = short[parameter.fqn], parameter.group or 0
             values |= {f"hyper/{fqn}/{k}": v for k, v in ((state.groups or ())[group]).items()}

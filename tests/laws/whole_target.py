@@ -12,7 +12,8 @@ from laws.dcp_files import flattened
 from laws.dcp_target import DcpTarget, Path, _companions, _Reading
 from laws.targets import MANIFEST
 from laws.torch_values import load, tree_of
-from reshard.dcp_options import Framework, MissingMoments
+from reshard.choices import MissingMoments
+from reshard.dcp_options import Framework
 from reshard_engine.testing.logical import Bits, Content
 
 _FILES = {"pytorch_model_fsdp.bin": "model", "optimizer.bin": "optimizer"}
@@ -27,8 +28,9 @@ class WholeTarget(DcpTarget):
     def options(self) -> st.SearchStrategy[Mapping[str, Any]]:
         """States of idle parameters."""
         moments = st.sampled_from([MissingMoments.ZERO, MissingMoments.OMIT])
-        chosen = moments.map(lambda m: {"dcp": {"framework": Framework.ACCELERATE, "missing_moments": m}})
-        return st.fixed_dictionaries({"to": st.just(self.name), "exclude_frozen": st.just(False), "options": chosen})
+        chosen = {"dcp": {"framework": Framework.ACCELERATE}}
+        fields = {"to": st.just(self.name), "exclude_frozen": st.just(False), "options": st.just(chosen)}
+        return st.fixed_dictionaries({**fields, "missing_moments": moments})
 
     def read(self, files: Mapping[str, bytes]) -> Content:
         """Every value of both files by its role."""

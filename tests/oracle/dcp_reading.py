@@ -88,9 +88,7 @@ def dcp_convert(source: Path, target: Path, to: str, **options: Any) -> ConvertR
 
     Nothing may be left out but what `_MAY_BE_LEFT_OUT` lists.
     """
-    dcp = {
-        key: options.pop(key) for key in ("framework", "files", "target_model_key", "missing_moments") if key in options
-    }
+    dcp = {key: options.pop(key) for key in ("framework", "files", "target_model_key") if key in options}
     result = reshard.convert(source, target, to=to, options={"dcp": dcp}, **options)
     report = reshard.verify(target)
     assert report.ok, report.problems

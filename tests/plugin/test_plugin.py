@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,10 +31,13 @@ def environment(site: Path = HERE / "site") -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "tests")]), "COLUMNS": "120"}
 
 
-def reshard(*arguments: object, code: int = 0, site: Path = HERE / "site") -> subprocess.CompletedProcess[str]:
+def reshard(
+    *arguments: object, code: int = 0, site: Path = HERE / "site", **variables: object
+) -> subprocess.CompletedProcess[str]:
     """Run the command line with the plug-in."""
     command = [sys.executable, "-m", "reshard.cli.main", *map(str, arguments)]
-    done = subprocess.run(command, env=environment(site), capture_output=True, text=True, timeout=120, check=False)
+    env = environment(site) | {name: str(value) for name, value in variables.items()}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
     return done
 
@@ -107,6 +111,27 @@ def test_its_options_change_the_plan(tmp_path: Path) -> None:
     assert len(set(plans)) == 3
 
 
+def test_ensure_asks_it(raw: Path, tmp_path: Path) -> None:
+    """Its launches are laid out by it, and a directory that fits is left alone; no file of reshard knows either."""
+    source = tmp_path / "run"
+    shutil.copytree(raw, source)
+    here = json.loads(reshard("inspect", source, "--json").stdout)["world"]["dp"]
+    assert here > 2
+    assert json.loads(reshard("ensure", source, "--dp", here, "--json").stdout)["outcome"] == "source"
+    made = json.loads(reshard("ensure", source, "--dp", 2, "--json").stdout)
+    assert made["outcome"] == "converted"
+    result = Path(made["path"])
+    assert result.parent == source / ".reshard"
+    assert result.name.startswith("run-raw_rows-dp2-")
+    assert json.loads(reshard("inspect", result, "--json").stdout)["world"]["dp"] == 2
+    reshard("diff", source, result)
+    assert json.loads(reshard("ensure", source, "--dp", 2, "--json").stdout) == {**made, "outcome": "earlier"}
+    assert json.loads(reshard("ensure", result, "--dp", 2, "--json").stdout)["outcome"] == "source"
+    assert "no launcher says how many processes there are" in reshard("ensure", source, code=2).stderr
+    launched = json.loads(reshard("ensure", source, "--json", WORLD_SIZE=2).stdout)
+    assert launched == {**made, "outcome": "earlier"}
+
+
 def test_help_shows_its_flags_and_its_target() -> None:
     text = reshard("convert", "--help").stdout
     assert all(word in text for word in ("--rows-per-file", "Rows of one file; default: all.", "Format raw_rows"))
@@ -116,10 +141,13 @@ def test_help_shows_its_flags_and_its_target() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--to", "safetensors", "--rows-per-file", 3), "options of raw rows are for --to raw_rows"),
+        (
+            ("--to", "safetensors", "--rows-per-file", 3),
+            "does not take --rows-per-file; it is for --to raw_rows",
+        ),
         (("--to", "raw_rows", "--rows-per-file", 0), "at least 1"),
         (("--to", "raw_rowz"), "raw_rows"),
-        (("--to", "raw_rows", "--dp", 2), "has no layout"),
+        (("--to", "raw_rows", "--dp", 2), "--to raw_rows does not take --dp"),
     ],
 )
 def test_its_flags_are_checked(flags: tuple[object, ...], says: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from reshard.ensuring.local_checkpoints import LocalSource, find_source, finishe
 from reshard.errors import RequestError, SourceError, StorageError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection
+from reshard.models.resume import RunLaunch
 from reshard.options import RunLayout, SourceSpec
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -253,7 +254,10 @@ def test_a_result_is_made_once_however_it_is_asked_for(checkpoint: Path, monkeyp
     moved.rename(checkpoint)
     # A result that was deleted is made anew.
     shutil.rmtree(again.path)
-    assert ensured(checkpoint, wanted(dp=3, environ={})) == Ensured(again.path, Outcome.CONVERTED, RunLayout(dp=3))
+    anew = ensured(checkpoint, wanted(dp=3, environ={}))
+    assert (anew.path, anew.outcome) == (again.path, Outcome.CONVERTED)
+    assert anew.wanted is not None
+    assert anew.wanted.layout == RunLayout(dp=3)
     assert finished(again.path, ("global_step3",))
 
 
@@ -383,8 +387,8 @@ def test_a_source_in_another_store_needs_a_place(tmp_path: Path, monkeypatch: py
     made: list[ConvertRequest] = []
 
     class Engine:
-        def inspect(self, _source: SourceSpec) -> Inspection:
-            found = load_engine().inspect(SourceSpec(url=str(DATA / "zero2_tiny")))
+        def inspect(self, _source: SourceSpec, *, launch: RunLaunch) -> Inspection:
+            found = load_engine().inspect(SourceSpec(url=str(DATA / "zero2_tiny")), launch=launch)
             return found.model_copy(update={"tag": "global_step3"})
 
         def convert(self, request: ConvertRequest, **_: Any) -> None:
@@ -408,8 +412,8 @@ def test_companions_are_there_before_latest_and_nothing_half_is_taken(
     seen: list[set[str]] = []
 
     class Stopping:
-        def inspect(self, source: SourceSpec) -> Inspection:
-            return real.inspect(source)
+        def inspect(self, source: SourceSpec, *, launch: RunLaunch) -> Inspection:
+            return real.inspect(source, launch=launch)
 
         def convert(self, request: ConvertRequest, **hooks: Any) -> Any:
             seen.append({p.name for p in Path(request.target).parent.iterdir()})

@@ -21,16 +21,17 @@ import reshard
 from house.expected import raised, some
 from house.saves import DATA, make_checkpoint, make_save, same, wanted
 from house.waiting import wait_until
-from reshard.choices import EnsureWorkers, JobState, OpaquePolicy, WeightDtype, ZeroStage
+from reshard.choices import EnsureWorkers, JobState, OpaquePolicy, WeightDtype
 from reshard.ensuring import converters as _converters
 from reshard.ensuring.converters import LocalConverter
 from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.local_checkpoints import finished
 from reshard.ensuring.together import SHARED_BYTES, Launch, Sharing
-from reshard.ensuring.world import ZeroLayout, fits, visible_processes
+from reshard.ensuring.world import visible_processes
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, StorageError, from_problem
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Job, Problem
+from reshard.models.resume import ResumeLayout, RunLaunch
 from reshard.options import RunLayout, SourceSpec
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -193,8 +194,8 @@ class Service:
         assert url == "http://service"
         return self
 
-    def inspect(self, url: str, *, tag: str | None) -> Inspection:
-        return load_engine().inspect(SourceSpec(url=url, tag=tag))
+    def inspect(self, source: SourceSpec, *, launch: RunLaunch) -> Inspection:
+        return load_engine().inspect(source, launch=launch)
 
     def submit_request(self, request: ConvertRequest, *, labels: dict[str, str], idempotency_key: str) -> Job:
         assert labels == {"made-by": "ensure"}
@@ -260,8 +261,8 @@ def test_a_service_that_does_not_see_the_checkpoint_is_no_first_start(
 ) -> None:
     """Job scripts start from nothing at `source.not_found`: only a look from here may say that."""
 
-    def blind(url: str, *, tag: str | None) -> Inspection:
-        raise SourceError("source.not_found", f"nothing is at {url}")
+    def blind(source: SourceSpec, *, launch: RunLaunch) -> Inspection:
+        raise SourceError("source.not_found", f"nothing is at {source.url} for {launch.dp} ranks")
 
     monkeypatch.setattr(service, "inspect", blind)
     assert raised(StorageError, reshard.ensure, checkpoint, dp=3).code == "storage.unavailable"
@@ -351,8 +352,8 @@ def test_a_helper_raises_the_error_of_the_owner_that_has_given_up(
     records, key = Records(str(save)), record.stem
     owner = Election(str(record.with_suffix(".claim"))).claim()
     assert owner is not None
-    layout = ZeroLayout(dp=3)
-    records.invite(key, Invitation(nonce=owner.nonce, node="another node 0", path="out", layout=layout))
+    result = ResumeLayout(to="zero", layout=RunLayout(dp=3), identity="{}", label="dp3")
+    records.invite(key, Invitation(nonce=owner.nonce, node="another node 0", path="out", wanted=result))
     asked: list[str] = []
     held = ExitStack()
     held.enter_context(owner)
@@ -391,22 +392,6 @@ def test_the_visible_world(environ: dict[str, str], expected: int | None) -> Non
     assert visible_processes(environ) == expected
 
 
-def inspection(**facts: Any) -> Inspection:
-    found = load_engine().inspect(SourceSpec(url=str(DATA / "zero2_tiny")))
-    return found.model_copy(update=facts)
-
-
-def test_the_layout_is_what_the_world_leaves() -> None:
-    found = inspection(world={"dp": 2, "tp": 2, "pp": 1})
-    world = {"environ": {"WORLD_SIZE": "12"}}
-    assert wanted(**world).layout(found) == ZeroLayout(dp=6, tp=2)
-    assert wanted(tp=1, pp=3, **world).layout(found) == ZeroLayout(dp=4, pp=3)
-    assert wanted(dp=5, zero_stage=2, **world).layout(found) == ZeroLayout(dp=5, tp=2)
-    assert wanted(dp=5, zero_stage="3", environ={}).layout(found).zero_stage is ZeroStage.STAGE_3
-    with pytest.raises(RequestError, match="12 processes cannot be shared out over tp=5 x pp=1"):
-        wanted(tp=5, **world).layout(found)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -425,29 +410,3 @@ def test_wishes_that_cannot_be(options: dict[str, Any]) -> None:
     assert caught.value.code == "request.invalid"
     if options == {"environ": {}}:
         assert "--dp N" in caught.value.fix
-
-
-@pytest.mark.parametrize(
-    ("facts", "layout", "dtype", "expected"),
-    [
-        ({}, {"dp": 2}, None, True),
-        ({}, {"dp": 2, "zero_stage": "2"}, None, True),
-        ({}, {"dp": 2, "zero_stage": "1"}, None, False),
-        ({}, {"dp": 3}, None, False),
-        ({}, {"dp": 2, "tp": 2}, None, False),
-        ({}, {"dp": 2, "ep": 2}, None, False),
-        ({}, {"dp": 2}, "bf16", True),
-        ({}, {"dp": 2}, "fp16", False),
-        ({"world": {"dp": 2, "tp": 2, "pp": 2}}, {"dp": 2, "tp": 2, "pp": 2}, None, True),
-        ({"zero_stage": 3}, {"dp": 2}, None, True),
-        ({"zero_stage": 3}, {"dp": 2}, "bf16", False),  # masters do not say what the model's type is
-        ({"zero_stage": 0}, {"dp": 7}, None, True),  # every rank loads the one file
-        ({"zero_stage": None, "world": {}}, {"dp": 1}, None, False),  # the universal form needs an option
-        ({"zero_stage": 1, "format": "deepspeed-bf16-optimizer"}, {"dp": 2, "zero_stage": "bf16"}, None, True),
-        ({"zero_stage": 1, "format": "deepspeed-bf16-optimizer"}, {"dp": 2, "zero_stage": "1"}, None, False),
-    ],
-    ids=str,
-)
-def test_what_fits(facts: dict[str, Any], layout: dict[str, Any], dtype: str | None, expected: bool) -> None:
-    asked = None if dtype is None else WeightDtype(dtype)
-    assert fits(inspection(**facts), ZeroLayout.model_validate(layout), asked) is expected

@@ -18,10 +18,9 @@ from house.promises import command
 from house.saves import same, wanted
 from reshard.choices import TargetFormat
 from reshard.ensuring.call import Outcome, ensured, loader_of
-from reshard.ensuring.world import MegatronLayout
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
-from reshard.options import SourceSpec
+from reshard.options import RunLayout, SourceSpec
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import MemoryStore
 
@@ -67,7 +66,9 @@ def test_another_layout_is_written_once_for_all(tmp_path: Path) -> None:
     run = buckets(tmp_path / "run")
     made = asked(run, tp=4, pp=1)
     assert made.outcome is Outcome.CONVERTED
-    assert made.layout == MegatronLayout(to=TargetFormat.MEGATRON, ep=1, tp=4, pp=1)
+    assert made.wanted is not None
+    assert (made.wanted.to, made.wanted.layout) == (TargetFormat.MEGATRON, RunLayout(tp=4))
+    assert made.wanted.asked == RunLayout()
     result = Path(made.path)
     assert result.parent == run / ".reshard"
     assert result.name.startswith(f"{STEP}-megatron-")

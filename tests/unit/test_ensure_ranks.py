@@ -19,10 +19,9 @@ from laws.item_files import Items, save_items
 from laws.rank_files import FSDP1, World, save_accelerate, save_verl_run, small_model
 from reshard.choices import TargetFormat
 from reshard.ensuring.call import Outcome, ensured
-from reshard.ensuring.world import RanksLayout
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
-from reshard.options import SourceSpec
+from reshard.options import RunLayout, SourceSpec
 
 TWO = World((2,), ("fsdp",))
 
@@ -52,7 +51,9 @@ def test_the_same_number_of_ranks_is_left_alone(run: Path, monkeypatch: pytest.M
 def test_one_model_is_written_once_for_another_number_of_ranks(run: Path) -> None:
     actor = run / "global_step_3" / "actor"
     first = ensured(actor, wanted(dp=3, environ={}))
-    assert (first.outcome, first.layout) == (Outcome.CONVERTED, RanksLayout(to=TargetFormat.FSDP_RANKS, dp=3))
+    assert first.outcome is Outcome.CONVERTED
+    assert first.wanted is not None
+    assert (first.wanted.to, first.wanted.layout) == (TargetFormat.FSDP_RANKS, RunLayout(dp=3))
     assert Path(first.path).parent == actor / ".reshard"
     assert Path(first.path).name.startswith("actor-fsdp_ranks-dp3-")
     assert ranks_in(first.path) == 3

@@ -146,7 +146,7 @@ def test_a_release_that_lays_out_otherwise_is_named(file: Path) -> None:
 
 
 def test_a_request_that_was_edited_is_not_the_planned_one(file: Path) -> None:
-    edited(file, lambda body: body["options"]["deepspeed"].update(dp=4))
+    edited(file, lambda body: body["layout"].update(dp=4))
     error = raised(RequestError, lambda: reshard.convert(plan=file))
     assert error.code == "request.plan_changed"
     assert "the request is not the one" in error.message

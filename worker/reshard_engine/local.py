@@ -45,11 +45,12 @@ from reshard.models.reports import (
     SealReport,
     Signing,
 )
+from reshard.models.resume import RunLaunch
 from reshard.options import Options, SourceSpec
 from reshard.shared_work import SharedWork
 from reshard.wire_model import invalid
 from reshard_engine.formats.registry import rules_of
-from reshard_engine.formats.sources import find_checkpoint
+from reshard_engine.formats.sources import find_checkpoint, recognised
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.inspection import describe
 from reshard_engine.operations.runs.pruning import prune
@@ -126,10 +127,11 @@ def _planned(request: ConvertRequest) -> Conversion | Upload:
 class LocalEngine:
     """The engine in this process. See `reshard.local.Engine`."""
 
-    def inspect(self, source: SourceSpec, *, compare: bool = False) -> Inspection:
+    def inspect(self, source: SourceSpec, *, compare: bool = False, launch: RunLaunch | None = None) -> Inspection:
         """Describe the checkpoint. Foreign objects are listed and never refused, because nothing is written.
 
         Raises:
+            RequestError: `request.invalid` for a launch that no run is.
             SourceError: With `compare`, `checkpoint.disagreement`, or what a format knows of the cause.
         """
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
@@ -138,14 +140,20 @@ class LocalEngine:
             checkpoint = named_checkpoint(place, source, ledger)
         except RunDirectoryError as error:
             step = source.model_copy(update={"url": error.newest_url})
-            described, warning = self.inspect(step, compare=compare), f"{error.message}: this describes it"
+            described = self.inspect(step, compare=compare, launch=launch)
+            warning = f"{error.message}: this describes it"
             return described.model_copy(update={"warnings": (warning, *described.warnings), "newest": step.url})
         if compare:
             from reshard_engine.execute.checks.source import check_agreements
 
             check_agreements(checkpoint, ReplicaPolicy.ERROR, lambda: None)
-        found = describe(checkpoint, source)
+        found = describe(checkpoint, source, launch)
         return found.model_copy(update={"compared": len(checkpoint.agreements)}) if compare else found
+
+    def format_at(self, directory: str) -> str | None:
+        """The name of the format that recognises a directory by its names; None if no format does."""
+        found = recognised(open_location(directory, None))
+        return None if found is None else found.name
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
         """List what each file holds, or the files of one tensor (`NAME` or `NAME/STATE`)."""

@@ -32,6 +32,7 @@ from reshard.models.jobs import (
     WorkerNodeList,
 )
 from reshard.models.keywords import ConvertOptions
+from reshard.models.resume import RunLaunch
 from reshard.options import SourceSpec
 
 T = TypeVar("T")
@@ -82,13 +83,21 @@ class Client:
         """
         return AdminClient(self._run, self._exchange)
 
-    def inspect(self, url: str | SourceSpec, *, tag: str | None = None, profile: str | None = None) -> Inspection:
+    def inspect(
+        self,
+        url: str | SourceSpec,
+        *,
+        tag: str | None = None,
+        profile: str | None = None,
+        launch: RunLaunch | None = None,
+    ) -> Inspection:
         """Describe a checkpoint that the service can read, from its metadata.
 
         Args:
             url: The checkpoint, as the service sees it: an absolute path or a URL; or a `SourceSpec`.
             tag: Checkpoint tag; by default what `latest` names.
             profile: Name of a storage profile of the service.
+            launch: A run that is about to resume from it: the answer's `resume` says what the run loads.
 
         Returns:
             The description.
@@ -99,7 +108,11 @@ class Client:
             JobError: `job.wait_timeout`: reading takes longer than the service allows; `service.unavailable`.
         """
         spec = url if isinstance(url, SourceSpec) else SourceSpec(url=url, tag=tag, profile=profile)
-        return self._ask(Call("POST", "/v1/inspections", body=spec.model_dump(mode="json")), Inspection)
+        body = {
+            **spec.model_dump(mode="json"),
+            **({} if launch is None else {"launch": launch.model_dump(mode="json")}),
+        }
+        return self._ask(Call("POST", "/v1/inspections", body=body), Inspection)
 
     def plan(
         self, source: str | SourceSpec, target: str, *, to: TargetFormat | str, **options: Unpack[ConvertOptions]

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from inspect import cleandoc
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -21,6 +23,8 @@ from reshard.option import Section
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from reshard.targets import Target
 
 # Examples in the help of commands: a remark and a command line each. A test parses all and runs the local ones.
 
@@ -415,20 +419,56 @@ _LONGEST_LIST = 56
 MOST_COLUMNS = 120
 
 
+_WORDS_GIVEN = "reshard.words"
+
+
+@dataclass(frozen=True)
+class _TargetsShown:
+    """The part of the targets and of their options that a page of help shows."""
+
+    heading: str
+    targets: Sequence[Target]
+    left_out: Collection[str]
+    """Names of options that are not shown."""
+
+
+def _targets_shown(parameters: Sequence[Any], words: Sequence[str]) -> _TargetsShown:
+    """All targets, or the one that `--to` names among the words, with the options that it does not take."""
+    having = (p for p in parameters if hasattr(p, "targets"))
+    known: Mapping[str, Target] = getattr(next(having, None), "targets", {})
+    said = dict(pairwise(words)).get("--to", "")
+    said = next((word.removeprefix("--to=") for word in words if word.startswith("--to=")), said)
+    chosen = next((t for t in known.values() if said in (t.name, *t.also)), None)
+    if chosen is None:
+        return _TargetsShown("Formats (--to)", [*known.values()], ())
+    others = {option for target in known.values() for option in target.options} - {*chosen.options}
+    return _TargetsShown("Format", [chosen], others)
+
+
 class HelpedCommand(TyperCommand):
     """A command with our help."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words; the help, which is written before they are read, looks for `--to` among them."""
+        ctx.meta[_WORDS_GIVEN] = tuple(args)
+        return super().parse_args(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write usage, text, examples, arguments, and options by section."""
+        """Write usage, text, examples, arguments, and options by section.
+
+        With `--to FORMAT` among the words, the options are those that this target takes.
+        """
         parameters: list[Any] = [p for p in self.get_params(ctx) if not getattr(p, "hidden", False)]
+        shown = _targets_shown(parameters, ctx.meta.get(_WORDS_GIVEN, ()))
+        parameters = [p for p in parameters if not hasattr(p, "name") or p.name not in shown.left_out]
         arguments = [p for p in parameters if p.param_type_name == "argument"]
         words = [_named(p) if p.required else f"[{_named(p)}]" for p in arguments]
         _begin(self, ctx, formatter, " ".join(["[OPTIONS]", *words]))
         _section(formatter, "Arguments", [(_named(p), p.help or "") for p in arguments])
         for heading, found in _by_section(parameters):
             _section(formatter, heading, [_option_row(p) for p in found])
-            for targets in (p.targets for p in found if hasattr(p, "targets")):
-                _section(formatter, "Formats (--to)", [(t.name, f"{t.contains}.") for t in targets.values()])
+            if any(hasattr(p, "targets") for p in found):
+                _section(formatter, shown.heading, [(t.name, f"{t.contains}.") for t in shown.targets])
 
 
 _MEANT = {

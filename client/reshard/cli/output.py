@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from html import escape
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -13,7 +14,6 @@ from urllib.parse import unquote
 from reshard.choices import POINTERS, TargetFormat
 from reshard.draw.layout import render
 from reshard.errors import counted, format_size, printable
-from reshard.targets import TARGETS
 
 if TYPE_CHECKING:
     from reshard.models.jobs import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SealCheck,
         TensorPicture,
     )
+    from reshard.targets import Target
 
 
 _SHOWN_ENTRIES = 6
@@ -225,8 +226,6 @@ def _table(picture: LayoutPicture) -> str:
 
 # The next step after a conversion: the line of a configuration, or the call, that uses the target.
 
-_UNIVERSAL = 'in the DeepSpeed config: "checkpoint": {"load_universal": true}'
-
 DISTRIBUTED = "dcp"
 """The target of distributed checkpoints (`reshard.dcp_options`)."""
 _STAGES = re.compile(r"; stages ([\w, ]+)")
@@ -242,9 +241,7 @@ def remote(source: str) -> bool:
 
 def ensurable(found: Inspection) -> bool:
     """True if `reshard ensure` can convert the checkpoint at its own stage, without options."""
-    from reshard.ensuring.world import stage_of
-
-    stage = stage_of(found)
+    stage = found.stage
     zero = next((t for t in found.targets if t.name == "zero --dp" and t.possible), None)
     if zero is None or stage is None or "--opaque" in zero.example:
         return False
@@ -277,7 +274,7 @@ def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[s
     place, here = shlex.quote(source), not remote(source)
     examples = {t.name: t.example for t in found.targets if t.possible and t.example}
     commands: list[tuple[str, str]] = []
-    distributed = found.format.startswith(f"{DISTRIBUTED}-")
+    distributed = found.family == DISTRIBUTED
     if here and distributed and found.optimizer_states:
         commands.append(("Resume on N GPUs (FSDP)", f"ensure {place}"))
     if here and ensurable(found):
@@ -315,31 +312,29 @@ def followed(source: str, tag: str | None) -> str | None:
 
 
 def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
-    """The lines that say what a user does next with a target that has these files.
+    """The lines that say what a user does next with a target that has these files; none where nothing is known.
 
-    The list is empty for formats of other packages.
+    The ways to load it are those of the target's record.
     """
-    names = sorted(files)
+    from reshard.installed_formats import known_targets  # it loads pydantic, which `reshard --help` does not need
+
+    names, record = sorted(files), known_targets().get(to)
     if target.startswith("hf://"):
-        return [_from_hub(to, target, names)]
+        return [_from_hub(record, target, names)]
     away = remote(target)
+    way = None if record is None else record.load(names)
+    if record is None or way is None:
+        return []
     directory, tag = os.path.split(target.rstrip("/") if away else os.path.normpath(target))
-    whole = "'DIR'" if away else repr(printable(target))
-    save, name = ("'DIR'" if away else repr(printable(directory or "."))), repr(printable(tag))
+    whole, save = ("DIR", "DIR") if away else (printable(target), printable(directory or "."))
+    file = next((n for n in names if way.having and fnmatchcase(n, way.having)), "")
+    line = way.line.format(
+        dir=repr(whole), save=repr(save), tag=repr(printable(tag)), file=repr(f"{whole}/{printable(file)}")
+    )
     # DeepSpeed looks for the directory of the tag in the directory that the script names.
-    place = f"DIR/{printable(tag)}" if any(t.name == to and t.is_tag for t in TARGETS) else "DIR"
-    calls = {
-        TargetFormat.UNIVERSAL: [_UNIVERSAL, f"in the script: engine.load_checkpoint({save}, tag={name})"],
-        TargetFormat.ZERO: [f"in the script: engine.load_checkpoint({save}, tag={name})"],
-        TargetFormat.SAFETENSORS: [f"in the script: {_weights_call(whole, names, remote=away)}"],
-        TargetFormat.TORCH: [f"in the script: {_weights_call(whole, names, remote=away)}"],
-        TargetFormat.PEFT: [f"in the script: PeftModel.from_pretrained(base_model, {whole})"],
-    }
-    found = calls[TargetFormat(to)] if to in calls else []
-    if to == DISTRIBUTED:
-        found = [f"in the script: {_distributed_call(whole, names)}"]
-    copied = f"copy {printable(target)} to {place} of each node, for a directory DIR"
-    return [copied, *found] if away and found else found
+    place = f"DIR/{printable(tag)}" if record.is_tag else "DIR"
+    copied = [f"copy {printable(target)} to {place} of each node, for a directory DIR"] if away else []
+    return [*copied, *([record.before_load] if record.before_load else []), f"in the script: {line}"]
 
 
 def with_model_files(request: ConvertRequest, files: Collection[str]) -> list[str]:
@@ -360,40 +355,15 @@ def with_model_files(request: ConvertRequest, files: Collection[str]) -> list[st
     return [f"for from_pretrained, with configuration and tokenizer: {shlex.join([*said, '--overwrite'])}"]
 
 
-def _from_hub(to: str, target: str, files: Iterable[str]) -> str:
+def _from_hub(record: Target | None, target: str, files: Collection[str]) -> str:
     """The call that loads a model, or an adapter, from a branch of the hub."""
     name, _, branch = target.removeprefix("hf://").partition("@")
     branch = printable(unquote(branch))
-    said = repr(printable(name)) + (f", revision={branch!r}" if branch else "")
-    if to == TargetFormat.PEFT:
-        return f"in the script: PeftModel.from_pretrained(base_model, {said})"
-    if "config.json" in files:
-        return f"in the script: AutoModelForCausalLM.from_pretrained({said})"
+    if record is not None and (way := record.load(files, on_hub=True)) is not None:
+        place = repr(printable(name)) + (f", revision={branch!r}" if branch else "")
+        return f"in the script: {way.line.format(dir=place)}"
     revision = f" --revision {shlex.quote(branch)}" if branch else ""
     return f"hf download {shlex.quote(printable(name))}{revision} --local-dir DIR (it has no config.json)"
-
-
-def _distributed_call(whole: str, files: Collection[str]) -> str:
-    """The call of the framework whose files these are."""
-    if "meta.pt" in files:
-        return f"trainer.fit(model, ckpt_path={whole})"
-    if "trainer_state.json" in files:
-        return f"trainer.train(resume_from_checkpoint={whole})"
-    if any(name.startswith("pytorch_model_fsdp_0/") for name in files):
-        return f"accelerator.load_state({whole})"
-    return f"dcp.load(state_dict, checkpoint_id={whole})"
-
-
-def _weights_call(whole: str, files: list[str], *, remote: bool) -> str:
-    weights = [name for name in files if name.endswith((".safetensors", ".bin"))]
-    if "config.json" in files:
-        return f"AutoModelForCausalLM.from_pretrained({whole})"
-    if len(weights) != 1:
-        return f"accelerate.load_checkpoint_in_model(model, {whole})"
-    path = repr(f"DIR/{weights[0]}" if remote else printable(f"{whole[1:-1]}/{weights[0]}"))
-    if weights[0].endswith(".bin"):
-        return f"model.load_state_dict(torch.load({path}, weights_only=True))"
-    return f"safetensors.torch.load_model(model, {path})"
 
 
 def done_lines(result: ConvertResult) -> Iterator[str]:

@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import Any, Unpack
 
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
+from reshard.dcp_options import Framework
 from reshard.declared import choices_of_source, declared_options, present_names
 from reshard.ensuring.converters import Converter, Deadline, DirectLoader, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election, Invitation, Records
@@ -35,6 +36,7 @@ from reshard.ensuring.local_checkpoints import (
     is_iteration,
     local_path,
     megatron_run,
+    of_another_package,
     place_companions,
     place_schedulers,
     place_step,
@@ -43,24 +45,19 @@ from reshard.ensuring.local_checkpoints import (
     writing,
 )
 from reshard.ensuring.together import LATE_S, Helper, Launch, Sharing
-from reshard.ensuring.world import (
-    DISTRIBUTED,
-    DistributedLayout,
-    Layout,
-    Loader,
-    MegatronLayout,
-    RanksLayout,
-    Wanted,
-    ZeroLayout,
-    fits,
-    name_of,
-)
-from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
+from reshard.ensuring.world import Loader, Wanted
+from reshard.errors import IntegrityError, JobError, RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.functions import source_of, takes_keywords
+from reshard.installed_formats import known_targets, nested
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
 from reshard.models.keywords import ChoiceKeywords
+from reshard.models.resume import ResumeLayout
 from reshard.option import size_of
-from reshard.options import DeepSpeedOptions, Options, SourceSpec
+from reshard.options import SourceSpec
+
+_FILES_OF_RANKS = (TargetFormat.FSDP_RANKS, TargetFormat.TORCH_CHECKPOINTING)
+_JOINED_LATER = {"family", "stage", "resume"}
+"""Fields of an inspection that are no part of the keys of results, as earlier releases did not have them."""
 
 
 class Outcome(StrEnum):
@@ -79,8 +76,8 @@ class Ensured:
 
     path: str
     outcome: Outcome
-    layout: Layout | None = None
-    """The layout of the conversion; None if nothing was converted."""
+    wanted: ResumeLayout | None = None
+    """The result of the conversion; None if nothing was converted."""
 
 
 @takes_keywords(choices_of_source())
@@ -290,9 +287,11 @@ def loader_of(
     """
     path = local_path(os.fspath(src))
     megatron = path is not None and megatron_run(path, tag) is not None
-    own = path is not None and not megatron and is_distributed(path if tag is None else os.path.join(path, tag))
+    place = None if path is None or megatron else path if tag is None else os.path.join(path, tag)
+    own = place is not None and is_distributed(place)
+    unread = path is None or (place is not None and not own and of_another_package(place))
     named = None if framework is None else str(framework)
-    return Loader(to, named, source_is_distributed=own, source_is_megatron=megatron, source_is_away=path is None)
+    return Loader(to, named, source_is_distributed=own, source_is_megatron=megatron, source_is_unread=unread)
 
 
 def ensured(
@@ -330,73 +329,55 @@ class _Task:
     deadline: Deadline
     sharing: Sharing
 
-    def request(self, source: SourceSpec, target: str, layout: Layout, beside: str | None = None) -> ConvertRequest:
-        """The request of the conversion; `beside` is the directory of a trainer's files, for a distributed target."""
-        if isinstance(layout, DistributedLayout):
-            options = {"framework": layout.framework, "trainer_files": beside}
-            return ConvertRequest.model_validate({
-                "source": source, "target": target, "to": DISTRIBUTED, "dtype": self.wanted.dtype,
-                "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
-                "options": {
-                    "deepspeed": {"rules": self.wanted.rules, "family": self.wanted.family}, DISTRIBUTED: options,
-                },
-            })  # fmt: skip
-        if isinstance(layout, RanksLayout):
-            return ConvertRequest.model_validate({
-                "source": source, "target": target, "to": layout.to, "dtype": self.wanted.dtype,
-                "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
-                "layout": {"dp": layout.dp},
-            })  # fmt: skip
-        if isinstance(layout, MegatronLayout):
-            return ConvertRequest.model_validate({
-                "source": source, "target": target, "to": layout.to, "dtype": self.wanted.dtype,
-                "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
-                "layout": {"ep": layout.ep}, "options": {"megatron": {"megatron_args": self.wanted.megatron_args}},
-            })  # fmt: skip
-        return ConvertRequest(
-            source=source,
-            target=target,
-            to=TargetFormat.ZERO,
-            dtype=self.wanted.dtype,
-            opaque=self.wanted.opaque,
-            pointer=True,
-            memory_limit_bytes=self.wanted.memory_limit_bytes,
-            layout=layout.run,
-            options=Options(
-                deepspeed=DeepSpeedOptions(
-                    zero_stage=layout.zero_stage, rules=self.wanted.rules, family=self.wanted.family
-                )
-            ),
-        )
+    def request(
+        self, source: SourceSpec, target: str, wanted: ResumeLayout, beside: str | None = None
+    ) -> ConvertRequest:
+        """The request of the conversion; `beside` is the directory of a trainer's files, if the target keeps them."""
+        asked, target_record = self.wanted, known_targets()[wanted.to]
+        given = {"rules": asked.rules, "family": asked.family}
+        given |= {"trainer_files": beside} if "trainer_files" in target_record.options else {}
+        fields: dict[str, Any] = {
+            "source": source,
+            "target": target,
+            "to": wanted.to,
+            "dtype": wanted.dtype,
+            "opaque": asked.opaque,
+            "memory_limit_bytes": asked.memory_limit_bytes,
+            "layout": wanted.asked,
+            "options": wanted.options,
+            **({"pointer": True} if target_record.is_tag else {}),
+            **{name: value for name, value in given.items() if value is not None},
+        }
+        return ConvertRequest.model_validate(nested(fields))
 
     def remote(self, source: str, tag: str | None, out: str | None) -> Ensured:
         """Handle an object store: processes elect no owner, and files beside the tag are not copied."""
         spec = SourceSpec(url=source, tag=tag, **self.wanted.choices)
         try:
-            found = self.maker.inspect(spec)
+            found = self.maker.inspect(spec, self.wanted.launch())
         except SourceError as error:
             step = RemoteStep.of(source, error) if self.wanted.loader.kind is None else None
             if step is None:
                 raise
             return self._remote_step(source, step, out, error)
-        layout = self.wanted.layout(found)
-        if fits(found, layout, self.wanted.dtype):
+        wanted = _wanted_of(found)
+        if wanted.fits:
             return Ensured(source, Outcome.SOURCE)
         place = _said_place(source, out)
         own = found.tag or source.rstrip("/").rpartition("/")[2]
-        megatron = isinstance(layout, MegatronLayout)
-        if megatron and not is_iteration(own):
+        iterations = known_targets()[wanted.to].tracker in TRACKERS
+        if iterations and not is_iteration(own):
+            experts = f" --ep {wanted.layout.ep}" if wanted.layout.ep > 1 else ""
             raise RequestError(
                 "request.invalid",
                 f"{printable(source)} is of Megatron-core, and its tracker can name {printable(own)} in no result",
-                fix=f"reshard convert {shlex.quote(source)} DST/iter_NNNNNNN --to megatron"
-                + (f" --ep {layout.ep}" if layout.ep > 1 else ""),
+                fix=f"reshard convert {shlex.quote(source)} DST/iter_NNNNNNN --to {wanted.to}{experts}",
             )
-        name = own if megatron or isinstance(layout, ZeroLayout) else None
-        self._convert_into(spec, found, layout, place, name)
+        name = own if known_targets()[wanted.to].tracker else None
+        self._convert_into(spec, found, wanted, place, name)
         # Who names an iteration gets an iteration, as of a local directory.
-        named = megatron and found.tag is None
-        return Ensured(f"{place.rstrip('/')}/{own}" if named else place, Outcome.CONVERTED, layout)
+        named = iterations and found.tag is None
+        return Ensured(f"{place.rstrip('/')}/{own}" if named else place, Outcome.CONVERTED, wanted)
 
     def _remote_step(self, source: str, step: RemoteStep, out: str | None, error: SourceError) -> Ensured:
         """Make a run of one step: each model, and the tracker, which is written last and makes the result complete.
@@ -405,11 +386,12 @@ class _Task:
             SourceError: `error` for models that are of another kind than files of ranks.
         """
         specs = [SourceSpec(url=step.home, tag=f"{step.name}/{m}", **self.wanted.choices) for m in step.models]
-        found = [self.maker.inspect(spec) for spec in specs]
-        layouts = [self.wanted.layout(f) for f in found]
-        if not all(isinstance(layout, RanksLayout) for layout in layouts):
+        launch = self.wanted.launch()
+        found = [self.maker.inspect(spec, launch) for spec in specs]
+        wanted = [_wanted_of(f) for f in found]
+        if not all(each.to in _FILES_OF_RANKS for each in wanted):
             raise error
-        if all(fits(f, layout, self.wanted.dtype) for f, layout in zip(found, layouts, strict=True)):
+        if all(each.fits for each in wanted):
             return Ensured(source, Outcome.SOURCE)
         place = _said_place(source, out).rstrip("/")
         here, maker = local_path(place), self.maker
@@ -419,37 +401,37 @@ class _Task:
                 f"{printable(source)} holds a step of a run, and the service writes no tracker into {printable(place)}",
                 fix=f"convert here: unset RESHARD_URL; or name one model: --tag {specs[0].tag}",
             )
-        for spec, each, layout in zip(specs, found, layouts, strict=True):
-            self._convert_into(spec, each, layout, f"{place}/{spec.tag}")
+        for spec, one, each in zip(specs, found, wanted, strict=True):
+            self._convert_into(spec, one, each, f"{place}/{spec.tag}")
         if here is not None:
             track(here, step.tracker, step.name)
         elif isinstance(maker, LocalConverter):
             maker.put_text(f"{place}/{step.tracker}", step.name.rpartition("_")[2])
-        return Ensured(f"{place}/{step.name}" if step.is_source else place, Outcome.CONVERTED, layouts[-1])
+        return Ensured(f"{place}/{step.name}" if step.is_source else place, Outcome.CONVERTED, wanted[-1])
 
     def _convert_into(
-        self, spec: SourceSpec, found: Inspection, layout: Layout, place: str, name: str | None = None
+        self, spec: SourceSpec, found: Inspection, wanted: ResumeLayout, place: str, name: str | None = None
     ) -> None:
         """Convert a source of an object store into a place, or into the tag `name` of a save directory there."""
-        key = _key(self.wanted.key(), spec.url, place, found.model_dump_json())
+        key = _key(self.wanted.key(), spec.url, place, found.model_dump_json(exclude=_JOINED_LATER))
         here = local_path(place)
         work = self.sharing.among_all(found.total_bytes)
         if work is not None and not self.sharing.launch.first_on_node:
-            self._leave_to_the_first(SourceSpec(url=place, tag=name), layout)
-        request = self.request(spec, place if name is None else f"{place.rstrip('/')}/{name}", layout)
-        if isinstance(layout, MegatronLayout):
+            self._leave_to_the_first(SourceSpec(url=place, tag=name))
+        request = self.request(spec, place if name is None else f"{place.rstrip('/')}/{name}", wanted)
+        if known_targets()[wanted.to].tracker:
             # The tracker is the last of the conversion's own files; a service writes it, too.
             request = request.model_copy(update={"pointer": True})
         tags = () if name is None else (name,)
         self.maker.convert(request, key, lambda: here is None or finished(here, tags), work)
 
-    def _leave_to_the_first(self, result: SourceSpec, layout: Layout) -> None:
+    def _leave_to_the_first(self, result: SourceSpec) -> None:
         """Wait until the result can be read, or until the first process of this node may have been lost."""
         until, pauses = time.monotonic() + LATE_S, pauses_s()
         while time.monotonic() < until and not self.deadline.passed():
             # A checkpoint that is not committed cannot be read. The conversion itself then tells if it is the result.
             with suppress(ReshardError):
-                if fits(self.maker.inspect(result), layout, self.wanted.dtype):
+                if _wanted_of(self.maker.inspect(result, self.wanted.launch())).fits:
                     return
             time.sleep(next(pauses))
 
@@ -534,15 +516,13 @@ class _Local:
                 return known
             self._records.raise_told(self._asked, election.watched)
 
-    def _requests(self, target: str, layout: Layout) -> list[ConvertRequest]:
+    def _requests(self, target: str, wanted: ResumeLayout) -> list[ConvertRequest]:
         """The conversions that fill a save directory, in their order; one if a directory is the checkpoint itself."""
-        if isinstance(layout, RanksLayout) and self._source.distributed:
-            return [self._task.request(self._specs()[-1], target, layout)]
-        if isinstance(layout, DistributedLayout):
+        if self._is_directory:
             beside = self._source.home if self._source.has_trainer_files else None
-            return [self._task.request(self._specs()[-1], target, layout, beside)]
+            return [self._task.request(self._specs()[-1], target, wanted, beside)]
         specs = zip(self._source.tags, self._specs(), strict=True)
-        return [self._task.request(spec, os.path.join(target, tag), layout) for tag, spec in specs]
+        return [self._task.request(spec, os.path.join(target, tag), wanted) for tag, spec in specs]
 
     def _specs(self) -> list[SourceSpec]:
         """The sources of the tags."""
@@ -550,17 +530,17 @@ class _Local:
         choices = self._task.wanted.choices
         return [SourceSpec(url=home, tag=None if whole else tag, **choices) for tag in self._source.tags]
 
-    def _made_tags(self, layout: Layout | None) -> tuple[str, ...]:
+    @property
+    def _is_directory(self) -> bool:
+        """True for a result that is a directory itself, and no tag in a save directory."""
+        kind = self._task.wanted.loader.kind
+        # A result of the source's own kind lies as the source does.
+        return self._source.distributed if kind is None else not known_targets()[kind].is_tag
+
+    @property
+    def _made_tags(self) -> tuple[str, ...]:
         """The tags of a result; none in a checkpoint that is a directory itself."""
-        loader = self._task.wanted.loader
-        if layout is None:
-            # Files of ranks that no other run is to load become files of ranks.
-            alone = loader.distributed or (self._source.distributed and loader.kind is None)
-        else:
-            alone = (
-                self._source.distributed if isinstance(layout, RanksLayout) else isinstance(layout, DistributedLayout)
-            )
-        return () if alone else self._source.tags
+        return () if self._is_directory else self._source.tags
 
     def _as_winner(self, nonce: str) -> Ensured:
         self._nonce = nonce
@@ -574,8 +554,7 @@ class _Local:
 
     def _fits_or(self, error: Exception) -> Ensured:
         """Return the source if it has the wanted layout, although nothing can be written; else raise `error`."""
-        found = self._inspected()[-1]
-        if fits(found, self._task.wanted.layout(found), self._task.wanted.dtype):
+        if _wanted_of(self._inspected()[-1]).fits:
             return Ensured(self._src, Outcome.SOURCE)
         raise error
 
@@ -587,7 +566,8 @@ class _Local:
             StorageError: `storage.unavailable` if the service does not find the source that this process sees.
         """
         try:
-            return [self._task.maker.inspect(spec) for spec in self._specs()]
+            launch = self._task.wanted.launch(beside=self._framework_beside)
+            return [self._task.maker.inspect(spec, launch) for spec in self._specs()]
         except SourceError as error:
             if error.code != "source.not_found":
                 raise
@@ -607,32 +587,32 @@ class _Local:
             return None
         if (place := self._records.place(record)) is None:
             return Ensured(self._src, Outcome.SOURCE)
-        return Ensured(self._returned(place), Outcome.EARLIER) if finished(place, self._made_tags(None)) else None
+        return Ensured(self._returned(place), Outcome.EARLIER) if finished(place, self._made_tags) else None
 
     def _returned(self, save_directory: str) -> str:
         """The path in a save directory that matches the kind of `src`: save directory or tag directory."""
-        names_tag = self._source.names_tag and bool(self._made_tags(None))
+        names_tag = self._source.names_tag and bool(self._made_tags)
         return os.path.join(save_directory, self._source.step or self._source.tag) if names_tag else save_directory
 
     def _make(self) -> Ensured:
-        wanted, found = self._task.wanted, self._inspected()
-        if all(fits(f, wanted.layout(f), wanted.dtype) for f in found):
+        asked, found = self._task.wanted, self._inspected()
+        if all(_wanted_of(f).fits for f in found):
             self._records.write(self._asked, None, finished=True)
             return Ensured(self._src, Outcome.SOURCE)
-        layout = self._completed(wanted.layout(found[-1]))
+        wanted = _wanted_of(found[-1])
         # Calls with other arguments may mean this result, too: `--dp 4`, or a world of four processes.
-        wishes = [wanted.dtype or "", wanted.rules or "", wanted.family or "", wanted.opaque]
-        wishes += [w for w in (wanted.megatron_args, wanted.default_framework) if w is not None]
-        key = _key(layout.model_dump_json(by_alias=True), *wishes, *self._facts)
-        name = name_of(self._source.tag, layout, wanted.dtype, key)
+        wishes = [asked.dtype or "", asked.rules or "", asked.family or "", asked.opaque]
+        wishes += [w for w in (asked.megatron_args, asked.default_framework) if w is not None]
+        key = _key(wanted.identity, *wishes, *self._facts)
+        name = "-".join((self._source.tag.replace("/", "_"), wanted.label, key[:8]))
         target = self._out or os.path.join(self._records.folder, name)
         made = self._known(key)
         if made is None:
             self._refuse_foreign(target, key)
             self._records.write(key, target, finished=False)
-            self._convert(target, layout, _key(key, self._home), sum(f.total_bytes for f in found))
+            self._convert(target, wanted, _key(key, self._home), sum(f.total_bytes for f in found))
             self._records.write(key, target, finished=True)
-            made = Ensured(self._returned(target), Outcome.CONVERTED, layout)
+            made = Ensured(self._returned(target), Outcome.CONVERTED, wanted)
         self._records.write(self._asked, target, finished=True)
         return made
 
@@ -642,38 +622,37 @@ class _Local:
         Raises:
             ReshardError: As `run`.
         """
-        wanted, found = self._task.wanted, self._inspected()
-        if all(fits(f, wanted.layout(f), wanted.dtype) for f in found):
+        found = self._inspected()
+        if all(_wanted_of(f).fits for f in found):
             return self._src
-        layout = self._completed(wanted.layout(found[-1]))
-        if isinstance(layout, DistributedLayout | RanksLayout) and not self._made_tags(layout):
+        if self._is_directory:
             place = os.path.join(place, self._source.tag.replace("/", "_"))
-        self._fill(place, layout, lambda request: self._task.maker.convert(request, "", lambda: False))
+        self._fill(place, _wanted_of(found[-1]), lambda request: self._task.maker.convert(request, "", lambda: False))
         return self._returned(place)
 
-    def _completed(self, layout: Layout) -> Layout:
-        """The layout, for the framework whose files lie beside the source, if the caller names none."""
-        whole = self._source.distributed and not self._source.full
-        if not isinstance(layout, DistributedLayout) or layout.framework is not None or whole:
-            return layout
+    @property
+    def _framework_beside(self) -> str | None:
+        """The framework whose files lie beside a source that is not distributed itself; None where there are none."""
+        if self._source.distributed and not self._source.full:
+            return None
         if self._source.is_trainers:
-            return DistributedLayout(framework="trainer")
-        return DistributedLayout(framework="accelerate") if self._source.has_trainer_files else layout
+            return Framework.TRAINER
+        return Framework.ACCELERATE if self._source.has_trainer_files else None
 
-    def _convert(self, target: str, layout: Layout, key: str, size_bytes: int) -> None:
+    def _convert(self, target: str, wanted: ResumeLayout, key: str, size_bytes: int) -> None:
         """Fill a save directory: first the files beside the tags, then the tags, and `latest` last."""
-        task, tags = self._task, self._made_tags(layout)
+        task, tags = self._task, self._made_tags
         work = task.sharing.among_nodes(size_bytes)
         if work is not None:
             node, path = task.sharing.launch.node, self._records.relative(target)
-            self._records.invite(self._asked, Invitation(nonce=self._nonce, node=node, path=path, layout=layout))
+            self._records.invite(self._asked, Invitation(nonce=self._nonce, node=node, path=path, wanted=wanted))
 
         def convert(request: ConvertRequest) -> None:
             own = _key(key, os.path.relpath(request.target, target))
             task.maker.convert(request, own, lambda: finished(target, tags), work)
 
         try:
-            self._fill(target, layout, convert)
+            self._fill(target, wanted, convert)
         finally:
             self._records.withdraw(self._asked)
         if not finished(target, tags):
@@ -683,21 +662,22 @@ class _Local:
                 fix="call again; if a service converted, check that it sees the same file system",
             )
 
-    def _fill(self, target: str, layout: Layout, convert: Callable[[ConvertRequest], None]) -> None:
+    def _fill(self, target: str, wanted: ResumeLayout, convert: Callable[[ConvertRequest], None]) -> None:
         """The files beside the tags, the tags, and what names them."""
-        if isinstance(layout, ZeroLayout):
+        in_tags = known_targets()[wanted.to].is_tag
+        if in_tags:
             with writing(target):
                 os.makedirs(target, exist_ok=True)
-            place_companions(self._source, target, layout.run.world_size)
+            place_companions(self._source, target, wanted.layout.world_size)
         # Each conversion writes its tag into `latest` when it commits. Only a record is written after that.
-        for request in self._requests(target, layout):
+        for request in self._requests(target, wanted):
             convert(request)
-        if isinstance(layout, ZeroLayout):
-            place_schedulers(target, self._made_tags(layout))
+        if in_tags:
+            place_schedulers(target, self._made_tags)
         elif self._source.step:
             place_step(self._source, target)
-        elif isinstance(layout, MegatronLayout):
-            track(target, TRACKERS[0], self._source.tag)
+        elif tracker := known_targets()[wanted.to].tracker:
+            track(target, tracker, self._source.tag)
 
     def _refuse_foreign(self, target: str, key: str) -> None:
         """Refuse a directory of the user that holds another checkpoint, before its neighbours are replaced.
@@ -714,6 +694,21 @@ class _Local:
                 f"{printable(target)} holds a checkpoint that is not of this source, tag and layout",
                 fix="name another directory: --out DIR, or leave it out",
             )
+
+
+def _wanted_of(found: Inspection) -> ResumeLayout:
+    """What the launch loads, as the inspection for it says.
+
+    Raises:
+        JobError: `service.unavailable`: the service is of a release that does not know launches.
+    """
+    if found.resume is None:
+        raise JobError(
+            "service.unavailable",
+            "the service describes no layout for a launch: it is older than this client",
+            fix="upgrade the service; or convert here: leave --url out, or unset RESHARD_URL",
+        )
+    return found.resume
 
 
 def _workers(text: str) -> EnsureWorkers:

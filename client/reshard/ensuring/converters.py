@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reshard.declared import options_of_ensure
+from reshard.declared import given_options, options_of_ensure, options_of_source
 from reshard.errors import JobError, RequestError, ReshardError, printable
 from reshard.local import load_client, load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
+from reshard.models.resume import RunLaunch
 from reshard.options import SourceSpec
 
 if TYPE_CHECKING:
@@ -74,8 +76,9 @@ OPTIONS = {"--to", "--out", "--url", "--timeout", "--workers", "--json", "--quie
 
 def _flags_of(request: ConvertRequest) -> dict[str, object]:
     """The options of the conversion as flags; rules, which came from a file, are left out."""
-    given = {n: v for options in request.options.given().values() for n, v in options.items() if n != "rules"}
-    return {"to": request.to, "dtype": request.dtype, **given}
+    source = options_of_source()
+    given = {o.name: v for o, v in given_options(request) if o.name not in source and o.kind is not Path}
+    return {"to": request.to, **given}
 
 
 class Deadline:
@@ -105,8 +108,8 @@ class Deadline:
 class Converter(Protocol):
     """Looks at sources and converts them."""
 
-    def inspect(self, source: SourceSpec) -> Inspection:
-        """Describe the checkpoint."""
+    def inspect(self, source: SourceSpec, launch: RunLaunch) -> Inspection:
+        """Describe the checkpoint, and what the launch loads."""
         ...
 
     def convert(
@@ -130,10 +133,10 @@ class LocalConverter:
         """Prepare without the engine, which is loaded at its first use: most processes only wait."""
         self._deadline, self._on_progress = deadline, on_progress
 
-    def inspect(self, source: SourceSpec) -> Inspection:
-        """Describe the checkpoint from its metadata."""
+    def inspect(self, source: SourceSpec, launch: RunLaunch) -> Inspection:
+        """Describe the checkpoint from its metadata, and what the launch loads."""
         with _fixes_for_ensure(source, {}):
-            return load_engine().inspect(source)
+            return load_engine().inspect(source, launch=launch)
 
     def convert(
         self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None
@@ -204,10 +207,10 @@ class ServiceConverter:
         """Connect to the service. The client is imported here because it needs httpx."""
         self._client, self._deadline, self._url = load_client()(url), deadline, url
 
-    def inspect(self, source: SourceSpec) -> Inspection:
-        """Describe the checkpoint as the service sees it."""
+    def inspect(self, source: SourceSpec, launch: RunLaunch) -> Inspection:
+        """Describe the checkpoint as the service sees it, and what the launch loads."""
         with self._away_or_here(), _fixes_for_ensure(source, {}):
-            return self._client.inspect(source.url, tag=source.tag)
+            return self._client.inspect(source, launch=launch)
 
     def convert(
         self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None

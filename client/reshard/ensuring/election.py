@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reshard.choices import RECORDS
 from reshard.ensuring.local_checkpoints import writing
-from reshard.ensuring.world import Layout
 from reshard.errors import ReshardError, from_problem
+from reshard.models.resume import ResumeLayout
 from reshard.shared_work import Lease, process_ended, process_name, repeated
 
 STALE_S = 60.0
@@ -193,11 +193,11 @@ class Invitation(_Text):
     """The owner's node."""
     path: str
     """Save directory of the result, relative to the one that holds the invitation."""
-    layout: Layout
+    wanted: ResumeLayout
 
     def same_work(self, other: Invitation | None) -> bool:
         """True if another owner goes on with the same conversion."""
-        return other is not None and (other.path, other.layout) == (self.path, self.layout)
+        return other is not None and (other.path, other.wanted) == (self.path, self.wanted)
 
 
 class _Failure(_Text):

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from reshard.choices import INCOMPLETE, MANIFEST, POINTERS, RECORDS
 from reshard.errors import ReshardError, SourceError, StorageError, listed, printable, storage_code
+from reshard.installed_formats import OWN_ENTRY_POINTS, installed_formats
 from reshard.local import load_engine
 
 _MAX_POINTER_BYTES = 1_024
@@ -185,7 +186,7 @@ def _source(src: str, tag: str | None, for_another_run: bool) -> LocalSource:  #
     _refuse_incomplete(src)
     if (found := megatron_run(src, tag)) is not None:
         return _alone(found) if for_another_run else found
-    if is_distributed(place := src if tag is None else os.path.join(src, tag)):
+    if is_distributed(place := src if tag is None else os.path.join(src, tag)) or of_another_package(place):
         home = os.path.realpath(place)
         return LocalSource(home, (_tag_for(home),), names_tag=False, distributed=True)
     if (found := _of_ranks(src, tag)) is not None:
@@ -227,6 +228,12 @@ def _of_ranks(src: str, tag: str | None) -> LocalSource | None:
     home, step = os.path.split(place)
     models = sorted(n for n in os.listdir(place) if not n.startswith(".") and _holds_rank(os.path.join(place, n)))
     return LocalSource(home, tuple(f"{step}/{n}" for n in models), names_tag, step=step) if models else None
+
+
+def of_another_package(directory: str) -> bool:
+    """True for a directory that the format of another package recognises; its reader is asked only if there is one."""
+    others = {known.name for known in installed_formats()} - OWN_ENTRY_POINTS
+    return bool(others) and os.path.isdir(directory) and load_engine().format_at(directory) in others
 
 
 def megatron_run(src: str, tag: str | None) -> LocalSource | None:

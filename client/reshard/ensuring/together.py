@@ -13,9 +13,10 @@ from reshard.choices import EnsureWorkers
 from reshard.ensuring.converters import Converter, LocalConverter
 from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.local_checkpoints import writing
-from reshard.ensuring.world import Layout, visible_processes
+from reshard.ensuring.world import visible_processes
 from reshard.errors import ReshardError
 from reshard.models.jobs import ConvertRequest
+from reshard.models.resume import ResumeLayout
 from reshard.shared_work import SharedWork, shared_work
 
 SHARED_BYTES = 4 << 30
@@ -115,7 +116,7 @@ class Helper:
         records: The records with the invitation.
         key: The key that this process waits for.
         sharing: The rule by which processes convert together.
-        requests: Makes the requests of a conversion from the save directory and the layout of its result.
+        requests: Makes the requests of a conversion from the save directory and what its result is.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Helper:
         records: Records,
         key: str,
         sharing: Sharing,
-        requests: Callable[[str, Layout], list[ConvertRequest]],
+        requests: Callable[[str, ResumeLayout], list[ConvertRequest]],
     ) -> None:
         self._records, self._key, self._sharing, self._requests = records, key, sharing, requests
         self._election = Election(records.helper_claim(key, sharing.launch.node))
@@ -147,7 +148,7 @@ class Helper:
         self._helped.add(invitation.nonce)
         target, watch = self._records.absolute(invitation.path), _Watch(self._records, self._key, invitation)
         with claim, suppress(ReshardError):
-            for request in self._requests(target, invitation.layout):
+            for request in self._requests(target, invitation.wanted):
                 maker.help(request, work, watch.ended)
         return True
 

@@ -20,6 +20,7 @@ from reshard.choices import (
     WeightDtype as WeightDtype,
     ZeroStage as ZeroStage,
 )
+from reshard.installed_formats import TargetName as TargetName, known_target as known_target
 from reshard.models.access import (
     DEFAULT_TOKEN_S as DEFAULT_TOKEN_S,
     ENDINGS as ENDINGS,
@@ -55,6 +56,7 @@ from reshard.models.jobs import (
     ConvertResult as ConvertResult,
     FileEntry as FileEntry,
     Inspection as Inspection,
+    InspectRequest as InspectRequest,
     Job as Job,
     JobEvent as JobEvent,
     JobEventPage as JobEventPage,
@@ -76,14 +78,12 @@ from reshard.models.jobs import (
     SavedPlan as SavedPlan,
     SlimResult as SlimResult,
     SubmitRequest as SubmitRequest,
-    TargetName as TargetName,
     TensorInfo as TensorInfo,
     VerifyProblem as VerifyProblem,
     VerifyReport as VerifyReport,
     WorkerNode as WorkerNode,
     WorkerNodeList as WorkerNodeList,
     WorkShare as WorkShare,
-    known_target as known_target,
 )
 from reshard.models.reports import (
     Difference as Difference,

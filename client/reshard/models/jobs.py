@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -23,16 +22,17 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import InitErrorDetails, PydanticCustomError, to_jsonable_python
 
-from reshard.choices import JobKind, JobState, TargetFormat, VerifyLevel
+from reshard.choices import JobKind, JobState, VerifyLevel, ZeroStage
 from reshard.errors import RequestError, counted, printable
 from reshard.installed_formats import (
     OfInstalledFormats,
+    TargetName,
     default_options,
     option_fields,
     present_places,
     takes_card,
-    target_names,
 )
+from reshard.models.resume import ResumeLayout, RunLaunch
 from reshard.option import option_of
 from reshard.options import (
     ConversionOptions,
@@ -44,26 +44,6 @@ from reshard.options import (
     is_none,
 )
 from reshard.wire_model import MOST_BYTES, SCHEMA_VERSION, RequestModel, ShownModel, WireModel
-
-# The type of a target's name in requests: a target of reshard, or of a format of another package.
-
-
-class _OfInstalledFormats:
-    """Makes the API's schema list every target that the service can write."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """A string of a closed list."""
-        return {"type": "string", "enum": list(target_names())}
-
-
-def known_target(name: str) -> str:
-    """The member of `TargetFormat` with this name; the name itself if it belongs to another package's format."""
-    return TargetFormat.__members__.get(name.upper(), name)
-
-
-TargetName = Annotated[str, Field(max_length=64), AfterValidator(known_target), _OfInstalledFormats]
-"""The name of a target. A name that this machine does not know stays a plain string; the engine refuses it."""
 
 
 def _is_empty(value: object) -> bool:
@@ -136,7 +116,7 @@ class _Conversion(ConversionOptions):
                 if (place := former_place(info)) is not None:
                     value = getattr(model, name)
                     given = value != info.get_default()
-                    found[place[0]][place[1]] = DigestedOption(to_jsonable_python(value), given, info)
+                    found.setdefault(place[0], {})[place[1]] = DigestedOption(to_jsonable_python(value), given, info)
         return {n: values for n, values in found.items() if n not in later or any(v.given for v in values.values())}
 
 
@@ -353,8 +333,13 @@ class Inspection(ShownModel):
     url: str
     tag: str | None
     format: str
+    """The format in words for people; programs compare `family`."""
+    family: str = ""
+    """The name of the format, as requests nest its options: `deepspeed`, `dcp`."""
     framework_version: str | None
     zero_stage: int | None
+    stage: ZeroStage | None = None
+    """The ZeRO stage as `zero_stage` of a request names it: `bf16` for BF16_Optimizer, whose `zero_stage` here is 1."""
     world: dict[str, int]
     step: int | None
     param_groups: int
@@ -374,6 +359,8 @@ class Inspection(ShownModel):
     """Pairs of tensors that must agree, and do: copies, and masters with weights; None if they were not compared."""
     newest: str | None = Field(default=None, exclude_if=is_none)
     """If the source is the directory of a run: the URL of its newest complete checkpoint, which is described."""
+    resume: ResumeLayout | None = Field(default=None, exclude_if=is_none)
+    """What the launch of the request loads; None if it names none."""
 
 
 class CastLoss(WireModel):
@@ -673,6 +660,13 @@ class JobEventPage(WireModel):
     events: tuple[JobEvent, ...]
     done: bool
     """True if the job has ended and `events` includes its last event."""
+
+
+class InspectRequest(SourceSpec):
+    """Body of `POST /v1/inspections`: a checkpoint, and a run that is about to resume from it."""
+
+    launch: RunLaunch | None = Field(default=None, exclude_if=is_none)
+    """With it, the answer's `resume` says what the run loads."""
 
 
 # Virtual layouts of a service: targets whose files are computed from the source when they are read.

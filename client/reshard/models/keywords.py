@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CommonStatePlace,
         DamagedPolicy,
         EmptyWeights,
+        MissingMoments,
         NameScheme,
         OpaquePolicy,
         OptimizerSharding,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
         WeightDtype,
         ZeroStage,
     )
-    from reshard.dcp_options import Framework, MissingMoments
+    from reshard.dcp_options import Framework
     from reshard.option import Order, PathLike
     from reshard.options import Options, RunLayout
 
@@ -194,6 +195,8 @@ class OptionKeywords(TypedDict, total=False):
     """Policy for objects of classes that are not on the allow-list. One of `refuse`, `keep`, `drop`."""
     empty_weights: EmptyWeights | str
     """Many weights of shape [0], as ZeRO-3 leaves them without gathering: refuse, or keep."""
+    missing_moments: MissingMoments | str
+    """Trained parameters without optimizer states: refuse; or, for `to="dcp"` and torch_save, zero or omit."""
     threads: int | None
     """Units in parallel; default: one per core, more for object stores."""
     server_copy: ServerCopyPolicy | str
@@ -242,8 +245,6 @@ class ConversionKeywords(SourceKeywords, OptionKeywords, total=False):
     """Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target."""
     torch_file: str | None
     """With `to="torch_save"`, the name of the file; optimizer.pt for a Trainer without FSDP."""
-    missing_moments: MissingMoments | str | None
-    """Trained parameters without optimizer states: zero (default), omit, refuse."""
 
 
 class ConvertOptions(OptionKeywords, total=False):
@@ -292,8 +293,6 @@ class ConvertOptions(OptionKeywords, total=False):
     """Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target."""
     torch_file: str
     """With `to="torch_save"`, the name of the file; optimizer.pt for a Trainer without FSDP."""
-    missing_moments: MissingMoments | str
-    """Trained parameters without optimizer states: zero (default), omit, refuse."""
 
     options: Options | Mapping[str, Any]
     """The options by format, nested as in requests; options of reshard's own formats may also be given unnested."""

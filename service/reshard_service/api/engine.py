@@ -25,6 +25,7 @@ from reshard.errors import JobError, RequestError, ReshardError, printable
 from reshard.models.jobs import (
     ConvertRequest,
     Inspection,
+    InspectRequest,
     Job,
     Layout,
     LayoutFiles,
@@ -81,7 +82,7 @@ async def planned(context: ServiceContext, caller: Principal, body: ConvertReque
 
 
 @router.post("/inspections", response_model=Inspection, responses={**OF_SOURCES, **problems(504)})
-async def inspect(body: SourceSpec, context: Context, caller: Submitter) -> Response:
+async def inspect(body: InspectRequest, context: Context, caller: Submitter) -> Response:
     """Describe a checkpoint without reading tensor data."""
     found = await inspected(context, caller, body)
     return JSONResponse(found.model_dump(mode="json"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -26,8 +26,8 @@ class FormerPlacesRoute(APIRoute):
         async def handle_and_warn(request: Request) -> Response:
             response = await handle(request)
             # FastAPI has parsed the body by now, and the request keeps it.
-            body = await request.json()
-            for text in present_places(body)[1] if isinstance(body, dict) else ():
+            body: Any = await request.json()
+            for text in present_places(cast("dict[str, Any]", body))[1] if isinstance(body, dict) else ():
                 response.headers.append("Warning", f'299 - "{text}"')
             return response
 

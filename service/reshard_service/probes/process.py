@@ -29,8 +29,7 @@ from typing import Any, BinaryIO
 
 from reshard.errors import JobError, ReshardError, SourceError, as_text, exhaustion_of, printable
 from reshard.local import VirtualCheckpoint, load_engine
-from reshard.models.jobs import ConvertRequest
-from reshard.options import SourceSpec
+from reshard.models.jobs import ConvertRequest, InspectRequest
 from reshard_engine.storage.urls import confine
 from reshard_engine.warm_process import die_with_parent, import_engine, limit_memory, next_command, open_reserve
 from reshard_jobs.logs import configure_logs
@@ -54,7 +53,8 @@ def look(op: str, body: dict[str, Any]) -> dict[str, Any]:
         )
     if op == "plan":
         return engine.plan(ConvertRequest.model_validate(body)).model_dump(mode="json")
-    return engine.inspect(SourceSpec.model_validate(body)).model_dump(mode="json")
+    asked = InspectRequest.model_validate(body)
+    return engine.inspect(asked, launch=asked.launch).model_dump(mode="json")
 
 
 def main() -> int:

@@ -268,9 +268,9 @@ def _older_mesh(rank: int, item: str, value: dict[str, Any]) -> None:
     [
         ("plain", {"dtype": "bf16"}, "no --dtype"),
         ("plain", {"exclude_frozen": True}, "no --exclude-frozen"),
-        ("plain", {"tp": 2}, "of the layout it takes --dp and --rng"),
-        ("plain", {"zero_stage": "2"}, "of the layout it takes --dp and --rng"),
-        ("plain", {"dp": None}, "needs the number of ranks"),
+        ("plain", {"tp": 2}, "--to fsdp_ranks does not take --"),
+        ("plain", {"zero_stage": "2"}, "--to fsdp_ranks does not take --"),
+        ("plain", {"dp": None}, "--to fsdp_ranks needs --dp"),
         ("plain", {"fsdp_version": 1}, "none of FSDP1"),
         ("plain", {"dp": 4, "fsdp_size": 3}, "4 ranks are no multiple of the 3 ranks"),
         ("hsdp", {"dp": 5}, "5 ranks are no multiple of the 2 ranks that share one copy as in the source"),
@@ -310,7 +310,7 @@ def test_what_the_files_cannot_hold_is_refused(make: str, options: dict[str, Any
 
 def test_options_of_ranks_are_for_ranks(tmp_path: Path) -> None:
     place = save_verl(small_model(), tmp_path / "in", World())
-    with pytest.raises(RequestError, match="for files of FSDP's ranks"):
+    with pytest.raises(RequestError, match="does not take --device-type; it is for --to fsdp_ranks, torch_check"):
         reshard.convert(place, tmp_path / "out", to="dcp", device_type="cuda", progress=False)
 
 

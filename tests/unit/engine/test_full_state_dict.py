@@ -389,7 +389,7 @@ def test_parts_of_torchtunes_directory_that_are_missing_are_named(tmp_path: Path
         ({}, "request.unsatisfiable", "no seed, total_epochs, max_steps_per_epoch of torchtune's recipe"),
         ({"torch_file": "a.pt"}, "request.invalid", "names of their own, and --torch-file"),
         ({"target_param_order": "model"}, "request.invalid", "names of their own, and --target-param-order"),
-        ({"to": "dcp"}, "request.invalid", "--framework: for --to torch_save"),
+        ({"to": "dcp"}, "request.invalid", "--framework torchtune: for --to torch_save"),
     ],
 )
 def test_no_file_of_torchtune_is_made_of_what_is_not_there(
@@ -501,7 +501,7 @@ def test_numbers_count_the_model_where_asked(tmp_path: Path) -> None:
     assert found["sched"] == {"last_epoch": 4, "base_lrs": [0.5, 0.25]}
     by_groups = one_file(place, tmp_path / "groups", target_param_order="groups", **said)
     assert [g["params"] for g in by_groups["optimizer"]["param_groups"]] == [[0, 1], [2, 3]]
-    with pytest.raises(ReshardError, match="--target-param-order: for --to torch_save"):
+    with pytest.raises(ReshardError, match="--to dcp does not take --target-param-order; it is for --to torch_save"):
         shards(place, tmp_path / "no", target_param_order="model", **said)
     weights = tmp_path / "sorted"  # safetensors keep no order
     weights.mkdir()

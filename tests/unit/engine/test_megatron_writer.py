@@ -240,7 +240,7 @@ def test_layers_that_differ_are_no_entry(change: Callable[[dict[str, Any]], None
         ({"ep": 2}, "the model has no experts"),
         ({"megatron_args": "[]"}, "is no JSON object"),
         ({"megatron_args": "{"}, "--megatron-args"),
-        ({"zero_stage": 1}, "--to megatron takes"),
+        ({"zero_stage": 1}, "--to megatron does not take --zero-stage; it is for --to zero"),
         ({"names": "hf"}, "names of Megatron-core"),
     ],
 )

@@ -117,7 +117,7 @@ def test_it_is_written_only_where_it_is_asked_for(files: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"to": "dcp", "card": True}, "for weights and adapters, not for dcp"),
+        ({"to": "dcp", "card": True}, "--to dcp does not take --card; it is for --to safetensors, torch, peft"),
         ({"to": "torch", "base_model": "org/name"}, "--base-model is for a model card"),
         ({"to": "torch", "card": True, "base_model": "/data/model"}, "base_model"),
     ],

@@ -31,7 +31,7 @@ from reshard_engine.storage.locations import open_location
 DATA = Path(__file__).parents[2] / "data"
 SOURCES = ("zero2_tiny", "zero3_tiny")
 TARGETS: tuple[Mapping[str, Any], ...] = (
-    *({"to": "zero", "layout": {"dp": 3, "zero_stage": s}, "dtype": "bf16"} for s in ("1", "2", "3", "bf16")),
+    *({"to": "zero", "dp": 3, "zero_stage": s, "dtype": "bf16"} for s in ("1", "2", "3", "bf16")),
     {"to": "universal"},
 )
 
@@ -104,7 +104,7 @@ def test_what_is_written_of_another_family_is_the_run(
 
 
 def _stage_of(options: Mapping[str, Any]) -> str:
-    return options.get("layout", {}).get("zero_stage", "")
+    return options.get("zero_stage", "")
 
 
 def test_two_families_are_compared_by_what_both_know() -> None:
@@ -238,7 +238,7 @@ def test_the_clipping_of_stage_0_is_the_runs_or_refused(
     entries = {**entries, "ds_version": version} if version else {k: v for k, v in entries.items() if k != "ds_version"}
     beside = {k: v for k, v in facts.optimizer_entries.items() if k != "clip_grad"}
     source = replace(source, facts=replace(facts, entries=entries, optimizer_entries=beside))
-    options = {"to": "zero", "layout": {"dp": 2, "zero_stage": "0"}}
+    options = {"to": "zero", "dp": 2, "zero_stage": "0"}
     if written is None:
         with pytest.raises(RequestError, match="at which norm its run clipped") as refused:
             _convert(source, tmp_path / "step", options, monkeypatch)
@@ -259,7 +259,7 @@ def test_optimizers_that_deepspeed_does_not_fuse_get_the_other_form(
 ) -> None:
     """FP16_UnfusedOptimizer, which holds FusedLamb, fails on the form of FusedAdam, and keeps no clipping."""
     source = _fused(_other_family(_read("zero2_tiny")), "max_coeff", "max_grad_norm")
-    _convert(source, tmp_path / "step", {"to": "zero", "layout": {"dp": 2, "zero_stage": "0"}}, monkeypatch)
+    _convert(source, tmp_path / "step", {"to": "zero", "dp": 2, "zero_stage": "0"}, monkeypatch)
     entry = _optimizer_entry(tmp_path / "step")
     assert "fp32_groups" in entry
     assert entry.keys().isdisjoint({"fp32_groups_flat", "clip_grad"})

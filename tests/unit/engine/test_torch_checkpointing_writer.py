@@ -90,13 +90,13 @@ def test_items_of_single_ranks_go_along_where_something_says_whose_they_are(tmp_
 
 def test_other_sources_need_the_devices_and_name_their_axes(tmp_path: Path) -> None:
     save_accelerate(small_model(), tmp_path / "in", World((2,)))
-    with pytest.raises(RequestError, match="needs the number of ranks"):
+    with pytest.raises(RequestError, match="--to torch_checkpointing needs --dp"):
         reshard.convert(tmp_path / "in", tmp_path / "out", to="torch_checkpointing", progress=False)
     for options, text in (
         ({}, "the type of the run's devices"),
-        ({"rank_framework": "verl", "device_type": "cpu"}, "--rank-framework: for files of FSDP's ranks"),
+        ({"rank_framework": "verl", "device_type": "cpu"}, "does not take --rank-framework; it is for --to fsdp_ranks"),
         ({"device_type": "cpu", "dtype": "bf16"}, "no --dtype"),
-        ({"device_type": "cpu", "tp": 2}, "files of data-parallel ranks"),
+        ({"device_type": "cpu", "tp": 2}, "does not take --tp; it is for --to zero"),
         ({"device_type": "cpu", "fsdp_size": 2}, "no multiple"),
     ):
         with pytest.raises(RequestError, match=text):

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+from reshard.choices import ZeroStage
 from reshard.errors import RequestError, ReshardError, listed
 from reshard.models.jobs import ConvertRequest, PossibleTarget
+from reshard.models.resume import ResumeLayout, RunLaunch
 from reshard.options import Options, SourceChoices, SourceSpec
 from reshard_engine.checkpoint import Checkpoint, ParamGroup, Question
 from reshard_engine.pickles.nodes import Node
@@ -282,7 +284,25 @@ class Format:
         """The label of the rank that owns a file; empty for a file that belongs to no single rank."""
         return ""
 
-    def zero_stage(self, checkpoint: Checkpoint) -> int | None:
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout | None:
+        """The checkpoint that a launch loads in place of this one, if its loader is of this format.
+
+        It is asked of the format of the target that the launch names, or else of the checkpoint's own.
+
+        Returns:
+            The target and its layout; None if this format's runs are no reason for a target of this format: the launch
+            is then taken for one of DeepSpeed.
+
+        Raises:
+            RequestError: `request.invalid` for a launch that no run of this format can be.
+        """
+        return None
+
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True if a launch loads a checkpoint of this format as it is; `wanted` is what `layout_for` answered."""
+        return False
+
+    def zero_stage(self, checkpoint: Checkpoint) -> ZeroStage | None:
         """The ZeRO stage that `inspect` and `diff` show; None for formats without stages."""
         return None
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
-from reshard.options import FsdpRanksOptions
+from reshard.models.resume import ResumeLayout, RunLaunch, identity_of
+from reshard.options import FsdpRanksOptions, RunLayout
 from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, Parameter, ParamGroup, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, walk
@@ -678,6 +680,35 @@ def device_and_shape(request: ConvertRequest, run: SavedRun | None) -> tuple[str
     require_rows(mesh, () if run is None else run.other_cuts)
     device = device_of(options.device_type, mesh)
     return device, mesh_shape(request.layout.dp or 1, options.fsdp_size, mesh)
+
+
+def layout_of_ranks(to: str, launch: RunLaunch) -> ResumeLayout:
+    """Files of the launch's ranks, as the source's framework loads them.
+
+    Raises:
+        RequestError: `request.invalid` for a launch with ranks of another kind, or without a number of ranks.
+    """
+    given = [f"--{axis}" for axis in ("tp", "pp", "ep") if (getattr(launch, axis) or 1) > 1]
+    given += [] if launch.zero_stage is None else ["--zero-stage"]
+    if given:
+        raise RequestError(
+            "request.invalid",
+            f"{', '.join(given)}: the source has one file for each rank of FSDP, and its run loads nothing else",
+            fix="for a run of DeepSpeed: --to zero; else leave it out",
+        )
+    dp = launch.data_ranks()
+    return ResumeLayout(
+        to=to,
+        layout=RunLayout(dp=dp),
+        dtype=launch.dtype,
+        identity=identity_of({"to": to, "dp": dp}),
+        label=f"{to}-dp{dp}",
+    )
+
+
+def fits_ranks(checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+    """True for files of as many ranks."""
+    return wanted.dtype is None and prod(checkpoint.world.values()) == wanted.layout.dp
 
 
 def steps_rates(scheduler: Node) -> bool:

@@ -117,6 +117,12 @@ def _recognise(
     return None
 
 
+def recognised(location: Location) -> Format | None:
+    """The format whose reader recognises a directory by its names; None if no reader does."""
+    found = _recognise(location, location.store.list_directory(location.path), None)
+    return None if found is None else found.format
+
+
 class _Below:
     """The directories below a place that is not a checkpoint: each is listed once, several at once, and not all."""
 

@@ -652,7 +652,7 @@ def _side(checkpoint: Checkpoint) -> DiffSide:
         tag=checkpoint.tag,
         format=checkpoint.format,
         step=checkpoint.counters.steps,
-        zero_stage=format_of(checkpoint).zero_stage(checkpoint),
+        zero_stage=None if (stage := format_of(checkpoint).zero_stage(checkpoint)) is None else stage.number,
         world=dict(checkpoint.world),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.models.jobs import ConvertRequest, Inspection, PossibleTarget, TensorInfo
+from reshard.models.resume import RunLaunch
 from reshard.options import SourceSpec
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.registry import (
@@ -22,6 +23,7 @@ from reshard_engine.formats.registry import (
 )
 from reshard_engine.formats.torch_archive import dry_run
 from reshard_engine.operations.requested import as_requested, foreign_in_model
+from reshard_engine.operations.resume import resume_layout
 
 # Rehearses conversions: has the writer lay out the target, without moving a byte, to see if it refuses.
 
@@ -86,8 +88,19 @@ def possible_targets(checkpoint: Checkpoint, source: SourceSpec | None = None) -
     return tuple(target for known in formats() for target in known.possible_targets(tried))
 
 
-def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspection:
-    """The inspection of a checkpoint that was read; `source` is how the user named it."""
+def describe(checkpoint: Checkpoint, source: SourceSpec | None = None, launch: RunLaunch | None = None) -> Inspection:
+    """The inspection of a checkpoint that was read.
+
+    Args:
+        checkpoint: The checkpoint.
+        source: The source as the user named it.
+        launch: A run that is about to resume from it, whose layout is described, too.
+
+    Raises:
+        RequestError: As `resume_layout`.
+    """
+    known = format_of(checkpoint)
+    stage = known.zero_stage(checkpoint)
     tensors = checkpoint.shard_map.tensors
     knows_frozen = bool(checkpoint.trained)  # weights alone do not say who trained them
 
@@ -119,7 +132,9 @@ def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspec
         tag=checkpoint.tag,
         format=checkpoint.format,
         framework_version=checkpoint.framework_version,
-        zero_stage=format_of(checkpoint).zero_stage(checkpoint),
+        family=checkpoint.family,
+        zero_stage=None if stage is None else stage.number,
+        stage=stage,
         world=dict(checkpoint.world),
         step=checkpoint.counters.steps,
         param_groups=len(checkpoint.optimizer.groups) if checkpoint.optimizer else 0,
@@ -134,4 +149,5 @@ def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspec
         not_carried=checkpoint.not_carried,
         targets=possible_targets(checkpoint, source),
         tensors=tuple(infos),
+        resume=None if launch is None else resume_layout(checkpoint, launch),
     )

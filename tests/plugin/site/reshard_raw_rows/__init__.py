@@ -9,6 +9,7 @@ from pydantic import Field
 
 from reshard.installed_formats import InstalledFormat
 from reshard.options import FormatOptions
+from reshard.targets import Target
 
 
 class RawRowsOptions(FormatOptions):
@@ -22,6 +23,13 @@ class RawRowsOptions(FormatOptions):
 RAW_ROWS = InstalledFormat(
     name="raw_rows",
     implementation="reshard_raw_rows.format:RawRows",
-    targets={"raw_rows": "raw files, cut by rows"},
+    targets={
+        "raw_rows": Target(
+            name="raw_rows",
+            label="Raw rows",
+            contains="raw files, cut by rows",
+            options=("rows_per_file", "title", "keep_ties"),
+        )
+    },
     options=RawRowsOptions,
 )

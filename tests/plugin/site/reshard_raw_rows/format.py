@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from reshard.errors import RequestError
-from reshard.models.jobs import ConvertRequest, PossibleTarget
+from reshard.models.jobs import PossibleTarget
+from reshard.models.resume import ResumeLayout, RunLaunch, identity_of
+from reshard.options import RunLayout
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.tensors.layout import KnownFiles
-from reshard_raw_rows import RawRowsOptions
 from reshard_raw_rows.reader import INDEX, RawRowsReader
 
 
@@ -29,10 +29,24 @@ class RawRows(Format):
 
         return RawRowsWriter()
 
-    def check_request(self, request: ConvertRequest) -> None:
-        """Refuse this format's options where another one is written."""
-        if request.to not in self.targets and request.options.of(RawRowsOptions).given():
-            raise RequestError("request.invalid", "options of raw rows are for --to raw_rows", fix="--to raw_rows")
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+        """A file of each tensor for each rank of the launch, as far as its rows go."""
+        ranks = launch.data_ranks()
+        rows = max((p.shape[0] for p in checkpoint.parameters if p.shape), default=1)
+        rows_per_file = -(-rows // ranks)
+        return ResumeLayout(
+            to=self.targets[0],
+            layout=RunLayout(dp=ranks),
+            free=("dp",),
+            options={self.name: {"rows_per_file": rows_per_file}},
+            dtype=launch.dtype,
+            identity=identity_of({"raw_rows": rows_per_file}),
+            label=f"raw_rows-dp{ranks}",
+        )
+
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True for files of as many ranks."""
+        return wanted.dtype is None and checkpoint.world.get("dp") == wanted.layout.dp
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The number of the shard in the file's name."""

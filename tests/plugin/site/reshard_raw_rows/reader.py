@@ -76,7 +76,7 @@ class RawRowsReader:
             tag=tag,
             format="raw-rows",
             framework_version=None,
-            world={},
+            world={"dp": max((len(entry["files"]) for entry in index["tensors"]), default=1)},
             files=tuple(files),
             shard_map=builder.build(),
             parameters=tuple(parameters),

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from reshard.choices import OpaquePolicy, ParamOrder
-from reshard.dcp_options import DcpOptions, Framework, MissingMoments
+from reshard.choices import MissingMoments, OpaquePolicy, ParamOrder
+from reshard.dcp_options import DcpOptions, Framework
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
+from reshard.models.resume import ResumeLayout, RunLaunch, identity_of
+from reshard.options import RunLayout
 from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
@@ -132,7 +134,7 @@ class Dcp(Format):
             for other in facts.others:
                 other.refuse_undecided(Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
         idle = [p.fqn for p in checkpoint.trained if p.never_updated]
-        if idle and request.options.of(DcpOptions).missing_moments is MissingMoments.REFUSE:
+        if idle and request.missing_moments is MissingMoments.REFUSE:
             raise RequestError(
                 "request.unsatisfiable",
                 f"{len(idle)} trained parameters have no optimizer states, as no gradient ever reached them: "
@@ -169,6 +171,25 @@ class Dcp(Format):
         if (match := DATA_FILE.fullmatch(name)) is not None:
             return f"rank {int(match[1])}"
         return f"rank {int(match[1]) - 1}" if (match := SHARD_FILE.fullmatch(name)) is not None else ""
+
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+        """A distributed checkpoint, for any number of ranks, with the keys of the framework that loads it."""
+        framework = launch.framework
+        return ResumeLayout(
+            to="dcp",
+            layout=RunLayout(),
+            free=tuple(RunLayout.model_fields),
+            options={} if framework is None else {self.name: {"framework": framework}},
+            dtype=launch.dtype,
+            identity=identity_of({"grammar": framework}),
+            label="-".join(["dcp", *([framework] if framework else [])]),
+        )
+
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True for a distributed checkpoint of the same framework; of any, if the launch names none."""
+        framework = wanted.options.get(self.name, {}).get("framework")
+        own = checkpoint.facts.framework if isinstance(checkpoint.facts, DcpFacts) else None
+        return wanted.dtype is None and (framework is None or framework == own)
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """A distributed checkpoint of any source."""

@@ -122,7 +122,7 @@ OF_ONE_FILE = ("target_scheduler_key", "target_param_order")
 
 def other_keys(options: DcpOptions) -> list[str]:
     """The options that ask for other keys than those that a file has, by their names."""
-    return [name for name in options.given() if name not in ("files", "missing_moments")]
+    return [name for name in options.given() if name != "files"]
 
 
 def _checkpoint(

@@ -102,6 +102,8 @@ class DeepSpeedFacts(FormatFacts):
 
     zero_stage: int | None = None
     """The ZeRO stage; None for a universal checkpoint, which has one form for all stages."""
+    bf16_optimizer: bool = False
+    """True for a run of BF16_Optimizer, whose files say stage 1."""
     stage_layers: tuple[int, ...] = ()
     """For each stage of a pipeline, the number of its first layer that has parameters."""
     vocab_divisor: int | None = None

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from reshard.choices import POINTERS, TargetFormat, ZeroStage
 from reshard.errors import RequestError, ReshardError, counted, listed
 from reshard.models.jobs import ConvertRequest, PossibleTarget
+from reshard.models.resume import ResumeLayout, RunLaunch, identity_of
 from reshard.options import DeepSpeedOptions, Options, RunLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Question
 from reshard_engine.formats.deepspeed.cautions import HOW_TO_SAY, sectioned, uncut
@@ -31,6 +32,7 @@ from reshard_engine.formats.deepspeed.universal.writer import UniversalWriter
 from reshard_engine.formats.format import DryRun, Format, Reader, RunFacts, Writer
 from reshard_engine.formats.model_weights import plain_name, unloadable
 from reshard_engine.storage.locations import Location
+from reshard_engine.tensors.dtypes import SHORT_NAMES
 from reshard_engine.tensors.layout import KnownFiles
 
 
@@ -94,9 +96,45 @@ class DeepSpeed(Format):
             "it was saved with exclude_frozen_parameters=True: frozen parameters, if the model had any, are not in it"
         )
 
-    def zero_stage(self, checkpoint: Checkpoint) -> int | None:
-        """The ZeRO stage of a native checkpoint; None for a universal one."""
-        return facts_of(checkpoint).zero_stage
+    def zero_stage(self, checkpoint: Checkpoint) -> ZeroStage | None:
+        """The ZeRO stage of a native checkpoint; None for a universal one, for which DeepSpeed needs an option."""
+        facts = facts_of(checkpoint)
+        if facts.bf16_optimizer:
+            return ZeroStage.BF16
+        return None if facts.zero_stage is None else ZeroStage(str(facts.zero_stage))
+
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+        """The engine's own files for the launch's ranks, at the stage that it names."""
+        sizes = {"tp": 1, "pp": 1, "ep": 1} | launch.sizes(checkpoint.world)
+        tp, pp = sizes["tp"], sizes["pp"]
+        dp = launch.data_ranks(tp * pp, of=f"tp={tp} x pp={pp}")
+        # The source's own stage is left out, so that one layout has one name.
+        stage = None if launch.zero_stage is self.zero_stage(checkpoint) else launch.zero_stage
+        label = [f"dp{dp}", *(f"{axis}{size}" for axis, size in sizes.items() if size > 1)]
+        label += [] if stage is None else [f"zero{stage.value}"]
+        label += [] if launch.dtype is None else [launch.dtype.value]
+        unsaid = ("partition_method", "pipeline_layers", "vocab_divisor", "round_robin_gradients")
+        unsaid += ("parameter_alignment", "sub_group_size")
+        return ResumeLayout(
+            to=TargetFormat.ZERO,
+            layout=RunLayout.model_validate({"dp": dp, **sizes}),
+            options={} if stage is None else {self.name: {"zero_stage": stage}},
+            dtype=launch.dtype,
+            identity=identity_of({"zero_stage": stage, "dp": dp, **sizes, **dict.fromkeys(unsaid), "rng": "keep"}),
+            label="-".join(label),
+        )
+
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True for native files of the same stage, ranks and element type."""
+        stage, world = self.zero_stage(checkpoint), checkpoint.world
+        if stage is None or "zero_stage" in wanted.options.get(self.name, {}):
+            return False
+        if any(world.get(axis, 1) != getattr(wanted.layout, axis) for axis in ("tp", "pp", "ep")):
+            return False
+        if stage is not ZeroStage.STAGE_0 and world.get("dp") != wanted.layout.dp:
+            # Without ZeRO every rank loads the same file, for any number of ranks.
+            return False
+        return wanted.dtype is None or _model_dtypes(checkpoint) == {SHORT_NAMES[wanted.dtype.value]}
 
     def cautions(self, checkpoint: Checkpoint) -> list[str]:
         """Warnings about cuts that the files do not prove, or do not describe."""
@@ -136,6 +174,14 @@ class DeepSpeed(Format):
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
         """The state that `diff` compares: model states without entries of the layout; loss scale; gradient clipping."""
         return run_facts(checkpoint)
+
+
+def _model_dtypes(checkpoint: Checkpoint) -> set[str]:
+    """Element types of the trained weights; empty at stage 3, where only masters are stored."""
+    if facts_of(checkpoint).zero_stage == 3:
+        return set()
+    stored = (p.states["fp32"] if p.weight is None else p.weight for p in checkpoint.trained)
+    return {checkpoint.shard_map.tensors[tensor].dtype.name for tensor in stored}
 
 
 # The DeepSpeed targets that a checkpoint can become, found by asking their writers for a layout.

@@ -18,6 +18,7 @@ from reshard.choices import RankFramework, TargetFormat
 from reshard.dcp_options import Framework
 from reshard.errors import SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
+from reshard.models.resume import ResumeLayout, RunLaunch
 from reshard.options import FsdpRanksOptions, RunLayout
 from reshard_engine.checkpoint import (
     Checkpoint,
@@ -71,7 +72,9 @@ from reshard_engine.formats.rank_states import (
     RankTensors,
     RankTree,
     Value,
+    fits_ranks,
     is_sharded,
+    layout_of_ranks,
     model_of_rank,
 )
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items, sequence_items
@@ -193,6 +196,14 @@ class FsdpRanks(Format):
         carried = {*beside, *([_HUGGINGFACE] if any(p.startswith(_HUGGINGFACE) for p in (*beside, *weights)) else [])}
         left = tuple(n for n in checkpoint.not_carried if n.path not in carried) + named(weights, _COPY)
         return replace(checkpoint, facts=replace(facts, saved=replace(saved, beside=beside)), not_carried=left)
+
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+        """Files of the launch's ranks."""
+        return layout_of_ranks(self.targets[0], launch)
+
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True for files of as many ranks."""
+        return fits_ranks(checkpoint, wanted)
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Files of any number of ranks, for a checkpoint of the same kind."""

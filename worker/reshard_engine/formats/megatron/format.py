@@ -29,7 +29,8 @@ import numpy as np
 from reshard.choices import DamagedPolicy, NameScheme, OpaquePolicy, TargetFormat
 from reshard.errors import RequestError, ReshardError, SourceError, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
-from reshard.options import MegatronOptions
+from reshard.models.resume import ResumeLayout, RunLaunch, identity_of
+from reshard.options import MegatronOptions, RunLayout
 from reshard_engine.checkpoint import Checkpoint, ParamGroup, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile, parse_json
 from reshard_engine.containers.torch_file import TreeTensors, open_torch_file
@@ -226,14 +227,17 @@ class _Assembly:
 
     @property
     def _kind(self) -> str:
-        """The name of these files for people, and for `ensure`.
+        """The name of these files for people. It ends with how the optimizer was saved, if not for every layout."""
+        return "-".join(["megatron-torch-dist", *([self._sharding.replace("_", "-")] if self._sharding else [])])
 
-        It ends with how the optimizer was saved, if that asks for the same tensor and pipeline parallelism, or for a
-        version up to 0.15.
+    @property
+    def _sharding(self) -> str:
+        """How the optimizer was saved, where not every layout loads it; empty where every layout does.
+
+        Some files ask for the same tensor and pipeline parallelism, others for a version up to 0.15.
         """
         flattened = any(t.part.metadata.original_shapes for t in self._state.tensors)
-        said = self._buckets.kind or (_MODEL_SPACE if flattened else "")
-        return "-".join(["megatron-torch-dist", *([said.replace("_", "-")] if said else [])])
+        return self._buckets.kind or (_MODEL_SPACE if flattened else "")
 
     def _wanted(self) -> list[SavedTensor]:
         return [t for t in self._state.tensors if not is_of_buckets(t.entry.key)]
@@ -304,6 +308,8 @@ class _Assembly:
             not_carried=not_carried,
         )
         built = replace(built, agreements=(*self._chunks.agreements, *self._buckets.agreements, *built.agreements))
+        if isinstance(built.facts, MegatronFacts):
+            built = replace(built, facts=replace(built.facts, any_layout=not self._sharding))
         shifts = self._shifts() if groups is not None else None
         if shifts is None or not isinstance(built.facts, MegatronFacts):
             return built
@@ -591,6 +597,41 @@ class Megatron(Format):
             assumed=(),
             no_optimizer="it is left out (--damaged drop-optimizer)",
         )
+
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+        """A distributed checkpoint for any tensor, pipeline and data parallelism, of the launch's groups of experts."""
+        if launch.zero_stage is not None:
+            raise RequestError(
+                "request.invalid",
+                "--zero-stage: the source is of Megatron-core, and its run loads nothing else",
+                fix="for a run of DeepSpeed: --to zero; else leave it out",
+            )
+        sizes = launch.sizes(checkpoint.world, ("tp", "pp"))
+        ep = launch.ep or checkpoint.world.get("ep", 1)
+        args = launch.megatron_args
+        return ResumeLayout(
+            to=TargetFormat.MEGATRON,
+            layout=RunLayout.model_validate({**sizes, "ep": ep}),
+            free=("dp", "tp", "pp"),
+            options={} if args is None else {self.name: {"megatron_args": args}},
+            dtype=launch.dtype,
+            identity=identity_of({"to": TargetFormat.MEGATRON, "ep": ep}),
+            label="-".join([TargetFormat.MEGATRON, *([f"ep{ep}"] if ep > 1 else [])]),
+        )
+
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True if Megatron-core loads these files itself at the layout.
+
+        Buckets and directories of ranks are for the tensor, pipeline and expert parallelism that saved them. Otherwise
+        only the number of optimizers counts: with several expert-parallel ranks, experts have one of their own.
+        """
+        layout, ep = wanted.layout, checkpoint.world.get("ep", 1)
+        if wanted.dtype is not None:
+            return False
+        if isinstance(checkpoint.facts, MegatronFacts) and checkpoint.facts.any_layout:
+            return (ep > 1) is (layout.ep > 1)
+        known = layout.model_dump(include={"tp", "pp"}, exclude_unset=True)
+        return ep == layout.ep and all(known.get(axis) == checkpoint.world.get(axis) for axis in ("tp", "pp"))
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """A distributed checkpoint for any layout, of a checkpoint of Megatron-core."""

@@ -59,6 +59,8 @@ class MegatronFacts(FormatFacts):
     """Extra states of modules by name (`decoder.layers.3.mlp.linear_fc1._extra_state`), read for `--to megatron`."""
     scale: LossScale | None = None
     """The loss scale in `scaler`, where the files and the arguments say all of it; for targets of other formats."""
+    any_layout: bool = False
+    """True for files that Megatron-core loads at any tensor, pipeline and data parallelism."""
     of_run: bool = True
     """False if there was no run of Megatron-core: its arguments are those that the shapes of a model prove."""
 

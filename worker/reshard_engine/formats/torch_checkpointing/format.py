@@ -19,6 +19,7 @@ from typing import ClassVar, TypeVar
 from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import NotCarried, PossibleTarget
+from reshard.models.resume import ResumeLayout, RunLaunch
 from reshard.options import RunLayout
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Question, Undecided
 from reshard_engine.containers.safetensors import SafetensorsFile, open_safetensors_file
@@ -37,7 +38,9 @@ from reshard_engine.formats.rank_states import (
     RankTensors,
     RankTree,
     Value,
+    fits_ranks,
     is_sharded,
+    layout_of_ranks,
     model_of_rank,
 )
 from reshard_engine.formats.torch_checkpointing.files import (
@@ -134,6 +137,14 @@ class TorchCheckpointing(Format):
     def writer(self, target: str) -> Writer:
         """The writer of items of FSDP2's ranks."""
         return TorchCheckpointingWriter()
+
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+        """Files of the launch's ranks."""
+        return layout_of_ranks(self.targets[0], launch)
+
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True for files of as many ranks."""
+        return fits_ranks(checkpoint, wanted)
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Items of any number of ranks, for a checkpoint of the same kind."""

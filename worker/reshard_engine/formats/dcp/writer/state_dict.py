@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from reshard.dcp_options import MissingMoments
+from reshard.choices import MissingMoments
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
 from reshard_engine.formats.dcp.facts import DcpFacts, facts_of, nested

@@ -528,7 +528,7 @@ class _LaidOut:
         if checkpoint.optimizer is None:
             return model, None
         groups, warnings = groups_to_write(checkpoint, needs_initial_lr=False)
-        optimizer = state_dict.optimizer_tree(groups, self._target.options.missing_moments)
+        optimizer = state_dict.optimizer_tree(groups, self._target.request.missing_moments)
         facts = facts_of(checkpoint)
         self.warnings += [_JOINED.format(count=len(groups))] if facts is not None and facts.flat else []
         self.warnings += [*warnings, *state_dict.warnings]
@@ -563,7 +563,7 @@ class _LaidOut:
             return model, []
         needs_rate = target.framework is Framework.TORCHTITAN and not target.own
         groups, warnings = groups_to_write(checkpoint, needs_initial_lr=needs_rate)
-        optimizer = list(state_dict.optimizer(groups, target.options.missing_moments))
+        optimizer = list(state_dict.optimizer(groups, target.request.missing_moments))
         if facts is not None and facts.flat and not places.flat:
             self.warnings.append(_JOINED.format(count=len(groups)))
         if target.request.opaque is OpaquePolicy.DROP:  # named by the request's reader, as all that is dropped

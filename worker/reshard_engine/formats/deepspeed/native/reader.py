@@ -408,6 +408,7 @@ class _Assembly:
             ),
             facts=DeepSpeedFacts(
                 zero_stage=first.stage,
+                bf16_optimizer=first.bf16_optimizer,
                 stage_layers=self._stage_layers(),
                 vocab_divisor=self._rules.vocab_divisor if self._rules is not None else None,
                 vocab_rows=self._joiner.vocab_rows,
