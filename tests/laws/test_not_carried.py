@@ -35,13 +35,13 @@ _MAY_BE_REFUSED = {
     Place.STATE: {"checkpoint.mixed", "checkpoint.incomplete", "request.unsatisfiable"},
     Place.ENTRY: {
         *("checkpoint.incomplete", "request.unsatisfiable", "source.unsupported"),
-        *("checkpoint.unexplained", "rules.contradiction"),
+        *("checkpoint.unexplained", "rules.contradiction", "checkpoint.ambiguous"),
     },
     Place.OTHER: set[str](),
 }
 """Codes that a planted key can explain, by its place. Of optimizer states: other ranks lack them, or the target cannot
 store them. Of entries of the state dict: tensor-parallel ranks differ, no file specifies how the entry is
-partitioned, or the target cannot store it. A conversion with other keys is never refused."""
+partitioned, the target cannot store it, or the optimizer of stage 0 may number the new tensor. A conversion with other keys is never refused."""
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from reshard.errors import counted, listed, printable
 from reshard.models.jobs import NotCarried
@@ -99,9 +99,9 @@ def of_the_format(checkpoint: Checkpoint, reason: str) -> tuple[NotCarried, ...]
     return named(map(str, checkpoint.facts.own_state()), reason)
 
 
-def extra_states(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
-    """The entries of the state dict that are not tensors, for targets that hold tensors only."""
-    return named((f"module.{name}" for name in checkpoint.extra_states), NO_TENSORS)
+def extra_states(checkpoint: Checkpoint, kept: Collection[str] = ()) -> tuple[NotCarried, ...]:
+    """The entries of the state dict that are not tensors, for targets with tensors and with `kept` alone."""
+    return named((f"module.{name}" for name in checkpoint.extra_states if name not in kept), NO_TENSORS)
 
 
 def frozen_parameters(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:

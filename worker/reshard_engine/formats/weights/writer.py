@@ -23,6 +23,7 @@ from reshard_engine.formats.model_card import with_card
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PRuns, ordered_dict
+from reshard_engine.pickles.trees import is_extra_state
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.layout import FileTemplate, TargetFile, TargetLayout, literal_template
 from reshard_engine.tensors.shard_map import LogicalTensor
@@ -98,7 +99,7 @@ def _not_carried(
 ) -> tuple[NotCarried, ...]:
     return (
         *carried.training_state(checkpoint),
-        *(carried.extra_states(checkpoint) if extra_states is None else ()),
+        *carried.extra_states(checkpoint, extra_states or ()),
         *(carried.frozen_parameters(checkpoint) if request.exclude_frozen else ()),
     )
 
@@ -334,5 +335,6 @@ class TorchWeightsWriter:
             stem="pytorch_model",
             suffix="bin",
             template_of=template,
-            extra_states=checkpoint.extra_states,
+            # Readers of these files take an entry that is no tensor for a module's extra state, or refuse it.
+            extra_states={name: node for name, node in checkpoint.extra_states.items() if is_extra_state(name)},
         )
