@@ -43,9 +43,9 @@ class Target:
     label: str
     """A few words for lists and forms."""
     contains: str
-    """What is written, and what loads it: a clause without a full stop."""
+    """The files that are written, and the programs that load them: a clause without a full stop."""
     use: str = ""
-    """What it is good for, in two or three words, as `inspect` lists what a checkpoint can become."""
+    """The use of the target in two or three words, as `inspect` lists the targets of a checkpoint."""
     also: tuple[str, ...] = ()
     """Other names that mean this target and no other. A misspelling is none: it is asked back."""
     tracker: str = ""
@@ -60,7 +60,7 @@ class Target:
     loads: tuple[Load, ...] = ()
     """The ways to load it, the first of which that takes its files is the `next:` line of a conversion."""
     before_load: str = ""
-    """What the run's configuration needs first, in a line of its own."""
+    """The setting that the run's configuration needs first, in a line of its own."""
     ending: str = ""
     """The word at the end of the names that are suggested for it; empty for its own name."""
 

@@ -40,6 +40,12 @@ _MADE_SCHEDULER = {"last_batch_iteration", "last_epoch", "_step_count", "lr_lamb
 Path = tuple[str | int, ...]
 
 
+def with_neutral_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request from fields whose options of formats stand beside the policy for missing moments."""
+    options = dict(fields["options"])
+    return {**fields, "missing_moments": options.pop("missing_moments"), "options": options}
+
+
 @dataclass(frozen=True)
 class DcpTarget:
     """Directories that `torch.distributed.checkpoint` and the trainers on top of it load."""
@@ -53,16 +59,20 @@ class DcpTarget:
             {
                 "framework": st.sampled_from([None, *(f for f in Framework if f is not Framework.TORCHTUNE)]),
                 "files": st.sampled_from([None, 1, 2, 3]),
+                "missing_moments": st.sampled_from([MissingMoments.ZERO, MissingMoments.OMIT]),
             }
         )
         placed = st.just(
             {"framework": Framework.STATE_DICT, "target_model_key": "app.model", "target_optimizer_key": "app.optim"}
         )
-        chosen = (plain | placed).map(lambda o: {TARGET: {k: v for k, v in o.items() if v is not None}})
-        moments = st.sampled_from([MissingMoments.ZERO, MissingMoments.OMIT])
-        return st.fixed_dictionaries(
-            {"to": st.just(TARGET), "exclude_frozen": st.booleans(), "options": chosen, "missing_moments": moments}
+        chosen = (plain | placed).map(
+            lambda o: {
+                TARGET: {k: v for k, v in o.items() if v is not None and k != "missing_moments"},
+                "missing_moments": o.get("missing_moments", MissingMoments.ZERO),
+            }
         )
+        fields = {"to": st.just(TARGET), "exclude_frozen": st.booleans(), "options": chosen}
+        return st.fixed_dictionaries(fields).map(with_neutral_options)
 
     def takes(self, case: Case) -> bool:
         """True unless torch itself could not save such a state: without param groups, or with two entries of a key."""

@@ -56,6 +56,6 @@ def trials(draw: st.DrawFn, source: SourceFormat, targets: tuple[TargetOracle, .
         cases = cases.filter(oracle.takes)
     case = draw(cases)
     scaled = case.state.dtype == "float16" and not isinstance(source, DcpSource)
-    if options.get("dtype") == "fp16" and options.get("layout", {}).get("zero_stage") == "3" and not scaled:
+    if options.get("dtype") == "fp16" and options.get("zero_stage") == "3" and not scaled:
         options["dtype"] = "bf16"  # DeepSpeed's loader takes a loss scale of the file, and there is none: refused
     return Trial(source, case, oracle, options, execution, random)

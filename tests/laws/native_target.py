@@ -37,6 +37,11 @@ _RELAID = {
 }
 
 
+def _unnested(drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request from fields whose `layout` has the options of DeepSpeed, too."""
+    return {"to": drawn["to"], "dtype": drawn["dtype"], **drawn["layout"]}
+
+
 @dataclass(frozen=True)
 class NativeTarget:
     """DeepSpeed's own files at stages 1, 2, 3 and BF16_Optimizer."""
@@ -47,9 +52,9 @@ class NativeTarget:
     def options(self) -> st.SearchStrategy[Mapping[str, Any]]:
         """A stage, ranks, and the options that move elements."""
         dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
-        plain = st.tuples(dtypes, _FLAT | _SHARDED)
-        bf16 = st.tuples(st.just("bf16"), _BF16)
-        return (plain | bf16).map(lambda drawn: {"to": TargetFormat.ZERO, "dtype": drawn[0], **drawn[1]})
+        plain = st.fixed_dictionaries({"to": st.just(TargetFormat.ZERO), "dtype": dtypes, "layout": _FLAT | _SHARDED})
+        bf16 = st.fixed_dictionaries({"to": st.just(TargetFormat.ZERO), "dtype": st.just("bf16"), "layout": _BF16})
+        return plain.map(_unnested) | bf16.map(_unnested)
 
     def expected(self, saved: Saved, request: ConvertRequest) -> Content:
         """Masters and moments as they were, weights as stored, or rounded from masters, and what surrounds them."""

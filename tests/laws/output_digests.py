@@ -31,8 +31,8 @@ from house.repository import DATA, REAL_CHECKPOINTS
 from house.requests import asked, needed_by
 from laws.drawing import SOURCES, TARGETS, trials
 from reshard.choices import TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.options import SourceSpec
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.plan.model import Plan

@@ -96,7 +96,7 @@ def test_a_buffer_under_two_names_keeps_both(tmp_path: Path) -> None:
     model = {"a": Sharded(EMBED[:, :3].clone(), (Shard(0),)), "whole": HEAD, "again": HEAD}
     optimizer = {"state": {0: {"exp_avg": model["a"]}}, "param_groups": [{"lr": 0.1, "foreach": None, "params": [0]}]}
     save({"model": model, "optimizer": optimizer}, tmp_path / "in", Save((2,)))
-    options = {"layout": {"dp": 1, "zero_stage": "1"}, "dtype": "fp32"}
+    options = {"dp": 1, "zero_stage": "1", "dtype": "fp32"}
     convert(tmp_path / "in", tmp_path / "run" / "step", "zero", **options)
     states = torch.load(tmp_path / "run" / "step" / "mp_rank_00_model_states.pt", weights_only=False)
     assert list(states["module"]) == ["a", "whole", "again"]
@@ -190,7 +190,7 @@ def test_names_that_nothing_proves_are_refused(kind: str, tmp_path: Path) -> Non
 def test_deepspeed_gets_no_group_without_members(tmp_path: Path) -> None:
     source = _adapter_saved(tmp_path / "in", OF_ADAPTER, {})
     torch.save({"base_lrs": [0.1, 0.1], "last_epoch": 3, "lr_lambdas": [{}, {}]}, source / "scheduler.bin")
-    options = {"layout": {"dp": 2, "zero_stage": "1"}}
+    options = {"dp": 2, "zero_stage": "1"}
     result = convert(source, tmp_path / "run" / "step", "zero", **options)
     assert "optimizer.param_groups[1]" in [entry.path for entry in result.not_carried]
     found = _read(tmp_path / "run")
@@ -232,7 +232,7 @@ def test_a_state_of_an_unlisted_class_is_kept_or_dropped_as_asked(tmp_path: Path
     assert [entry.path for entry in dropped.not_carried] == [key]
     assert key not in read_metadata(tmp_path / "dropped" / ".metadata").state_dict_metadata
     with pytest.raises(RequestError, match=r"exp_avg \(.*TwoTensor\)"):
-        convert(source, tmp_path / "run" / "step", "zero", opaque="keep", layout={"dp": 1, "zero_stage": "1"})
+        convert(source, tmp_path / "run" / "step", "zero", opaque="keep", dp=1, zero_stage="1")
     weights = convert(source, tmp_path / "weights", "safetensors", opaque="keep")
     assert "optimizer.state.*.exp_avg" in [entry.path for entry in weights.not_carried]
 

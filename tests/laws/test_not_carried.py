@@ -41,7 +41,8 @@ _MAY_BE_REFUSED = {
 }
 """Codes that a planted key can explain, by its place. Of optimizer states: other ranks lack them, or the target cannot
 store them. Of entries of the state dict: tensor-parallel ranks differ, no file specifies how the entry is
-partitioned, the target cannot store it, or the optimizer of stage 0 may number the new tensor. A conversion with other keys is never refused."""
+partitioned, the target cannot store it, or the optimizer of stage 0 may number the new tensor. A conversion with
+other keys is never refused."""
 
 
 @pytest.fixture(scope="module")

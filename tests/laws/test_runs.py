@@ -24,8 +24,8 @@ from hypothesis import HealthCheck, Phase, event, given, settings, strategies as
 import reshard
 from house.promises import command
 from house.saves import DATA
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.reports import PrunePolicy
 from reshard_engine.operations.runs.pruning import decide
 

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from laws.dcp_files import flattened
-from laws.dcp_target import DcpTarget, Path, _companions, _Reading
+from laws.dcp_target import DcpTarget, Path, _companions, _Reading, with_neutral_options
 from laws.targets import MANIFEST
 from laws.torch_values import load, tree_of
 from reshard.choices import MissingMoments
@@ -28,9 +28,9 @@ class WholeTarget(DcpTarget):
     def options(self) -> st.SearchStrategy[Mapping[str, Any]]:
         """States of idle parameters."""
         moments = st.sampled_from([MissingMoments.ZERO, MissingMoments.OMIT])
-        chosen = {"dcp": {"framework": Framework.ACCELERATE}}
-        fields = {"to": st.just(self.name), "exclude_frozen": st.just(False), "options": st.just(chosen)}
-        return st.fixed_dictionaries({**fields, "missing_moments": moments})
+        chosen = moments.map(lambda m: {"dcp": {"framework": Framework.ACCELERATE}, "missing_moments": m})
+        fields = {"to": st.just(self.name), "exclude_frozen": st.just(False), "options": chosen}
+        return st.fixed_dictionaries(fields).map(with_neutral_options)
 
     def read(self, files: Mapping[str, bytes]) -> Content:
         """Every value of both files by its role."""

@@ -19,8 +19,9 @@ PAGES = sorted(
 OF_OTHERS = {
     "Linux": ("renameat2", "copy_file_range", "posix_fallocate", "sync_file_range", "O_DIRECT", "SCM_RIGHTS"),
     "FUSE": ("INIT", "LOOKUP", "OPEN", "READDIR", "STATFS", "fusermount3", "include/uapi/linux/fuse.h"),
-    "HTTP": ("ETag", "HttpOnly", "POST"),
-    "Python": ("bytes", "find_class", "pyproject.toml"),
+    "HTTP": ("ETag", "HttpOnly", "POST", "Warning"),
+    "Python": ("bytes", "find_class", "pyproject.toml", "DeprecationWarning"),
+    "pydantic": ("validation_alias",),
     "torch": ("torch", "torch.load", "optimizer.state_dict()", "TensorProperties", "affine_map"),
     "numbers": ("xxh3", "isal", "crc32_combine"),
     "PEFT": ("merge_and_unload",),

@@ -31,6 +31,7 @@ from reshard.models.jobs import (
     Progress,
     VerifyReport,
 )
+from reshard.models.resume import RunLaunch
 from reshard.options import SourceSpec
 from reshard.shared_work import SharedWork
 
@@ -40,7 +41,7 @@ UNIT_BYTES = 1000
 class ScriptedEngine:
     """Does what the source URL says."""
 
-    def inspect(self, source: SourceSpec) -> Inspection:
+    def inspect(self, source: SourceSpec, *, launch: RunLaunch | None = None) -> Inspection:
         _look(_script(source))
         return Inspection(
             url=source.url,

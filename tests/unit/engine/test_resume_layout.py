@@ -114,6 +114,12 @@ def test_arguments_of_megatron_are_for_its_runs() -> None:
         resumed(checkpoint(), dp=2, megatron_args="{}")
 
 
+@pytest.mark.parametrize("to", ["universal", "safetensors", "slim", "nobody_writes_it"])
+def test_a_launch_names_a_target_that_a_run_loads(to: str) -> None:
+    with pytest.raises(RequestError, match=f"launch.to is '{to}', and no run resumes from that"):
+        resume_layout(checkpoint(), RunLaunch(to=to, dp=2))
+
+
 def test_every_format_that_lays_out_a_launch_writes_the_target() -> None:
     """And says what it is by JSON, as its results are known by that text."""
     launch = RunLaunch(dp=2)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from reshard.choices import TargetFormat
-from reshard.errors import RequestError
+from reshard.errors import RequestError, printable
 from reshard.models.resume import ResumeLayout, RunLaunch
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.registry import format_of, format_writing
+from reshard_engine.formats.registry import format_of, format_writing, formats
 
 
 def resume_layout(checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
@@ -16,13 +16,28 @@ def resume_layout(checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
         RequestError: `request.invalid` for a launch that no run is, or whose number of ranks nothing says.
     """
     own = format_of(checkpoint)
-    asked = own if launch.to is None else format_writing(launch.to)
-    wanted = asked.layout_for(checkpoint, launch)
+    wanted = own.layout_for(checkpoint, launch) if launch.to is None else _named(launch.to, checkpoint, launch)
     if wanted is None:
-        # Weights, full files and the universal form are no checkpoint that a run resumes from as it is.
-        wanted = format_writing(TargetFormat.ZERO).layout_for(checkpoint, launch)
-    assert wanted is not None, "DeepSpeed lays out every launch"
+        # Weights and full files are no checkpoint that a run of their own format resumes from.
+        wanted = _named(TargetFormat.ZERO, checkpoint, launch)
     if launch.megatron_args is not None and wanted.to != TargetFormat.MEGATRON:
         raise RequestError("request.invalid", "--megatron-args is for runs of Megatron-core", fix="leave it out")
     fits = format_writing(wanted.to) is own and own.fits(checkpoint, wanted)
     return wanted.model_copy(update={"fits": fits})
+
+
+def _named(to: str, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+    """What a launch loads whose loader reads a target.
+
+    Raises:
+        RequestError: `request.invalid` for a target from which no run resumes, and as `Format.layout_for`.
+    """
+    found = next((known for known in formats() if to in known.targets), None)
+    wanted = None if found is None else found.layout_for(checkpoint, launch)
+    if wanted is None or wanted.to != to:
+        raise RequestError(
+            "request.invalid",
+            f"launch.to is {printable(to)!r}, and no run resumes from that",
+            fix="name zero or dcp, or leave `to` out: --to zero",
+        )
+    return wanted

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from reshard.choices import EmptyWeights, TargetFormat
+from reshard.declared import declared_options
 from reshard.errors import RequestError, SourceError, StorageError, counted, printable
-from reshard.installed_formats import nested
+from reshard.installed_formats import known_targets, nested
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
 from reshard_engine.execute.executor import StoppedError
@@ -146,12 +147,14 @@ class Trial:
             store.put(f"{path}/{name}", data, metadata={}, if_absent=False)
 
     def request(self, run: str, **changes: Any) -> ConvertRequest:
-        """The request with a target of this run, and with changes."""
+        """The request with a target of this run, and with changes. Another target has no option of this one."""
+        targets = known_targets().values() if "to" in changes else ()
+        of_some = {declared_options()[name].field for known in targets for name in known.options}
         fields: dict[str, Any] = {
             "source": SourceSpec(url=f"{SCHEME}://{SOURCE}", **self.saved.choices),
             "target": f"{SCHEME}://lab/{run}/{TARGET_NAME}",
             "empty_weights": EmptyWeights.KEEP,  # the models that are drawn have parameters of shape [0] of their own
-            **self.options,
+            **{name: value for name, value in self.options.items() if name not in of_some},
             **self.execution,
         }
         return ConvertRequest.model_validate(nested(fields | changes))
@@ -543,13 +546,13 @@ def _ways(trial: Trial) -> list[dict[str, Any]]:
     deepspeed = trial.options["to"] in (TargetFormat.UNIVERSAL, TargetFormat.ZERO)
     if full and not trial.saved.copies and (deepspeed or not trial.saved.run_names):
         stage, ranks = trial.random.choice(["1", "2", "3"]), trial.random.randint(1, 4)
-        native = {"to": TargetFormat.ZERO, "dtype": wide, "layout": {"dp": ranks, "zero_stage": stage}}
-        universal = {"to": TargetFormat.UNIVERSAL, "dtype": None, "layout": None}
+        native = {"to": TargetFormat.ZERO, "dtype": wide, "dp": ranks, "zero_stage": stage}
+        universal = {"to": TargetFormat.UNIVERSAL, "dtype": None}
         # Weights of another type are cast when a native checkpoint is written: only its own kind comes after it. Before
         # the first step the universal form holds the zeros that Adam starts from, and says so. For parameters without
         # gradients it holds zeros and the counter of others.
         # Without a loss scale there is no way to fp16 at ZeRO-3, and fp32 has none.
-        scaled = trial.options.get("dtype") == "fp16" and resumable and trial.options["layout"]["zero_stage"] == "3"
+        scaled = trial.options.get("dtype") == "fp16" and resumable and trial.options.get("zero_stage") == "3"
         native_too = resumable and typed and not scaled
         as_they_are = native_too or not (typed or resumable)
         made = as_they_are and (not state.state_names or trial.saved.never_updated)
