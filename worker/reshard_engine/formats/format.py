@@ -134,10 +134,13 @@ class DryRun(Protocol):
         ...
 
 
-class Format:
-    """A family of checkpoints. The defaults of this class are those of a format without features of its own."""
+class Discovery:
+    """The first part of a format: which directories and files are its checkpoints, and who reads them.
 
-    name: ClassVar[str]
+    Whoever asks is `formats.sources`, and what lists the checkpoints of a run. The defaults are those of a format
+    without readers.
+    """
+
     readers: ClassVar[tuple[Reader, ...]] = ()
     """The readers of this format, in the order in which they are asked whether they recognise a directory."""
     file_readers: ClassVar[tuple[Reader, ...]] = ()
@@ -148,19 +151,8 @@ class Format:
     """True if a directory of this format holds a training state. Weights beside it are then taken for a copy."""
     files: ClassVar[KnownFiles] = KnownFiles()
     """The file names by which an existing target is recognised as a checkpoint of this format."""
-    targets: ClassVar[tuple[str, ...]] = ()
-    """The targets that this format's writers write."""
-
-    takes_model_files: ClassVar[bool] = False
-    """True if a model's configuration and tokenizer files may be written beside the target's files."""
     takes_choices: ClassVar[bool] = False
     """True if the readers of this format follow `ReadOptions.choices`."""
-    implied_fields: ClassVar[Mapping[str, bool]] = {}
-    """Fields of param groups with the value that says what optimizers without the field do; to `diff` it is absent."""
-    whole_models: ClassVar[bool] = False
-    """True if targets of this format should contain the whole model."""
-    model_only: ClassVar[bool] = False
-    """True if targets of this format have no place for a run's state beside the model: no value of it is written."""
 
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if a directory whose names a reader recognises is of this format: some names are of several formats."""
@@ -190,21 +182,19 @@ class Format:
         """Flags by which a user may say that files are of this format, whose names it does not know; empty for none."""
         return ""
 
-    def layout_fields(self, group: ParamGroup) -> Set[str]:
-        """The fields of a param group whose values follow from the layout of a run: they are no part of its state."""
-        return frozenset()
+
+class Completion:
+    """The second part of a format: the checkpoint that was read becomes the one that a request means.
+
+    Whoever asks is `operations.requested`. The defaults take a checkpoint as it was read.
+    """
+
+    takes_model_files: ClassVar[bool] = False
+    """True if a model's configuration and tokenizer files may be written beside the target's files."""
 
     def reads_model_files(self, request: ConvertRequest) -> bool:
         """True if this format takes facts from a model's configuration, whether or not it lies beside the target."""
         return False
-
-    def writer(self, target: str) -> Writer:
-        """The writer of one of `targets`. It is imported here, so that a command does not wait for the other writers.
-
-        Raises:
-            LookupError: The format has no such target.
-        """
-        raise LookupError(target)
 
     def read_rules(self, options: Options) -> Mapping[str, Any] | None:
         """The cut rules of the options, for this format's checkpoints; None if the options contain none.
@@ -213,26 +203,6 @@ class Format:
             RequestError: `request.invalid`.
         """
         return None
-
-    def check_request(self, request: ConvertRequest) -> None:
-        """Refuse options of this format that contradict one another or the target, before anything is read.
-
-        Raises:
-            RequestError: `request.invalid`.
-        """
-
-    def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
-        """Read the names in a planned target of this format, and refuse a target that its loaders would not take.
-
-        Args:
-            place: A store with the target's files, whose tensors are zeros.
-            checkpoint: The source, as the request wants it.
-            request: The request.
-
-        Raises:
-            JobError: `internal.error`: the writer made something else than was asked for.
-            RequestError: `request.unsatisfiable` for files of the user that do not go together with the tensors.
-        """
 
     def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
         """The source, read in the way that this format's writers need; None if they take the checkpoint of any reader.
@@ -276,6 +246,20 @@ class Format:
         """
         return checkpoint
 
+
+class Presentation:
+    """The third part of a format: what people are shown, in inspections, comparisons and pictures.
+
+    The defaults are those of a format without features of its own.
+    """
+
+    implied_fields: ClassVar[Mapping[str, bool]] = {}
+    """Fields of param groups with the value that says what optimizers without the field do; to `diff` it is absent."""
+
+    def layout_fields(self, group: ParamGroup) -> Set[str]:
+        """The fields of a param group whose values follow from the layout of a run: they are no part of its state."""
+        return frozenset()
+
     def left_out(self, checkpoint: Checkpoint) -> str | None:
         """A note about parameters that the checkpoint was saved without; None if there are none."""
         return None
@@ -283,6 +267,81 @@ class Format:
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The label of the rank that owns a file; empty for a file that belongs to no single rank."""
         return ""
+
+    def zero_stage(self, checkpoint: Checkpoint) -> ZeroStage | None:
+        """The ZeRO stage that `inspect` and `diff` show; None for formats without stages."""
+        return None
+
+    def cautions(self, checkpoint: Checkpoint) -> list[str]:
+        """Warnings that `inspect` adds to those of the reader."""
+        return []
+
+    def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
+        """Warnings about tensors that were put together from slices, for a target that holds them whole."""
+        return []
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """The targets of this format, each with the reason if the checkpoint cannot be converted to it."""
+        return ()
+
+    def settings_kept(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Settings of the source's run that targets of this format follow and no option changes, by name.
+
+        A run that loads such a target needs the same values.
+        """
+        return {}
+
+    def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
+        """The values that `diff` compares beside tensors and param groups."""
+        state = checkpoint.facts.run_state(checkpoint)
+        return RunFacts({str(k): v for k, v in state.items()} or None)
+
+
+class Format:
+    """A family of checkpoints: three parts that answer for its sources, and its targets.
+
+    The defaults of this class are those of a format that writes nothing.
+    """
+
+    name: ClassVar[str]
+    """The name that requests and other packages have for it."""
+    discovery: ClassVar[Discovery] = Discovery()
+    completion: ClassVar[Completion] = Completion()
+    presentation: ClassVar[Presentation] = Presentation()
+    targets: ClassVar[tuple[str, ...]] = ()
+    """The targets that this format's writers write."""
+    whole_models: ClassVar[bool] = False
+    """True if targets of this format should contain the whole model."""
+    model_only: ClassVar[bool] = False
+    """True if targets of this format have no place for a run's state beside the model: no value of it is written."""
+
+    def writer(self, target: str) -> Writer:
+        """The writer of one of `targets`. It is imported here, so that a command does not wait for the other writers.
+
+        Raises:
+            LookupError: The format has no such target.
+        """
+        raise LookupError(target)
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse options of this format that contradict one another or the target, before anything is read.
+
+        Raises:
+            RequestError: `request.invalid`.
+        """
+
+    def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
+        """Read the names in a planned target of this format, and refuse a target that its loaders would not take.
+
+        Args:
+            place: A store with the target's files, whose tensors are zeros.
+            checkpoint: The source, as the request wants it.
+            request: The request.
+
+        Raises:
+            JobError: `internal.error`: the writer made something else than was asked for.
+            RequestError: `request.unsatisfiable` for files of the user that do not go together with the tensors.
+        """
 
     def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout | None:
         """The checkpoint that a launch loads in place of this one, if its loader is of this format.
@@ -302,34 +361,6 @@ class Format:
         """True if a launch loads a checkpoint of this format as it is; `wanted` is what `layout_for` answered."""
         return False
 
-    def zero_stage(self, checkpoint: Checkpoint) -> ZeroStage | None:
-        """The ZeRO stage that `inspect` and `diff` show; None for formats without stages."""
-        return None
-
-    def cautions(self, checkpoint: Checkpoint) -> list[str]:
-        """Warnings that `inspect` adds to those of the reader."""
-        return []
-
-    def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
-        """Warnings about tensors that were put together from slices, for a target that holds them whole."""
-        return []
-
-    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
-        """The targets of this format, each with the reason if the checkpoint cannot be converted to it."""
-        return ()
-
     def replicas_load(self, name: str) -> bool:
         """True for a file that all ranks of a data-parallel group load whole, and in the same order."""
         return False
-
-    def settings_kept(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Settings of the source's run that targets of this format follow and no option changes, by name.
-
-        A run that loads such a target needs the same values.
-        """
-        return {}
-
-    def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
-        """The values that `diff` compares beside tensors and param groups."""
-        state = checkpoint.facts.run_state(checkpoint)
-        return RunFacts({str(k): v for k, v in state.items()} or None)

@@ -110,7 +110,7 @@ def format_of(checkpoint: Checkpoint) -> Format:
 
 def known_files() -> KnownFiles:
     """The file names by which outputs of reshard and checkpoints of any format are recognised."""
-    return KnownFiles.of_all((_OURS, *(known.files for known in formats())))
+    return KnownFiles.of_all((_OURS, *(known.discovery.files for known in formats())))
 
 
 def refuse_keys(location: Location, keys: Iterable[str]) -> None:
@@ -121,7 +121,7 @@ def refuse_keys(location: Location, keys: Iterable[str]) -> None:
     """
     listed = tuple(keys)
     for known in formats():
-        known.refuse_keys(location, listed)
+        known.discovery.refuse_keys(location, listed)
 
 
 def check_request(request: ConvertRequest) -> None:
@@ -154,7 +154,7 @@ def rules_of(options: Options) -> Mapping[str, Any] | None:
     Raises:
         RequestError: `request.invalid`.
     """
-    return next((rules for known in formats() if (rules := known.read_rules(options)) is not None), None)
+    return next((rules for known in formats() if (rules := known.completion.read_rules(options)) is not None), None)
 
 
 def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
@@ -166,18 +166,20 @@ def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     own = format_of(checkpoint)
     # The format that it was read from comes first: it alone knows what its own names become.
     for known in sorted(formats(), key=lambda known: known is not own):
-        checkpoint = known.relabelled(checkpoint, request)
+        checkpoint = known.completion.relabelled(checkpoint, request)
     return checkpoint
 
 
 def left_out(checkpoint: Checkpoint) -> str | None:
     """A note about parameters that the checkpoint was saved without; None if there are none."""
     # A missing base model explains more than a list of frozen parameters.
-    return next((text for known in reversed(formats()) if (text := known.left_out(checkpoint)) is not None), None)
+    return next(
+        (text for known in reversed(formats()) if (text := known.presentation.left_out(checkpoint)) is not None), None
+    )
 
 
 def cautions(checkpoint: Checkpoint) -> list[str]:
     """Warnings that `inspect` adds to those of the reader."""
     lost = left_out(checkpoint)
-    said = [text for known in formats() for text in known.cautions(checkpoint)]
+    said = [text for known in formats() for text in known.presentation.cautions(checkpoint)]
     return [*said, *missing_states(checkpoint), *([] if lost is None else [lost])]

@@ -71,7 +71,7 @@ def _holds_shards(listing: Listing) -> bool:
 
     The formats that read them are asked first; this is for whoever asks for weights alone.
     """
-    return any(f.holds_shards(listing) for f in formats()) and not any(map(_WHOLE.fullmatch, listing.by_name))
+    return any(f.discovery.holds_shards(listing) for f in formats()) and not any(map(_WHOLE.fullmatch, listing.by_name))
 
 
 def _error(location: Location, kind: str, fix: str) -> SourceError:
@@ -110,9 +110,9 @@ def _recognise(
     for wanted in of_training:
         if not wanted and _holds_shards(listing):
             continue
-        for known in (f for f in formats() if f.of_training is wanted):
-            for reader in known.readers:
-                if reader.recognises(listing) and known.owns(location, listing):
+        for known in (f for f in formats() if f.discovery.of_training is wanted):
+            for reader in known.discovery.readers:
+                if reader.recognises(listing) and known.discovery.owns(location, listing):
                     return Found(location, listing, tag, known, reader)
     return None
 
@@ -229,7 +229,7 @@ def _tracked(location: Location, below: _Below, listing: Listing) -> Found | Non
     Raises:
         SourceError: `source.unsupported` for a directory of a known kind that is not supported.
     """
-    for tag in (tag for known in formats() if (tag := known.tracked_tag(location, listing)) is not None):
+    for tag in (tag for known in formats() if (tag := known.discovery.tracked_tag(location, listing)) is not None):
         if (found := _recognise_child(location, tag)) is not None:
             return found
     other = unsupported_kind(location, listing)
@@ -239,7 +239,7 @@ def _tracked(location: Location, below: _Below, listing: Listing) -> Found | Non
 
 
 def _names_to_say(listing: Listing) -> str:
-    return ", or ".join(flags for f in formats() if (flags := f.names_to_say(listing)))
+    return ", or ".join(flags for f in formats() if (flags := f.discovery.names_to_say(listing)))
 
 
 def _of_ranks(listing: Listing) -> str:
@@ -250,7 +250,7 @@ def _of_ranks(listing: Listing) -> str:
 def _reader_of_file(info: ObjectInfo) -> tuple[Format, Reader] | None:
     """The first format that reads a file of this name on its own."""
     listing = Listing((info,), ())
-    return next(((f, r) for f in formats() for r in f.file_readers if r.recognises(listing)), None)
+    return next(((f, r) for f in formats() for r in f.discovery.file_readers if r.recognises(listing)), None)
 
 
 def _named_file(location: Location, info: ObjectInfo, tag: str | None) -> Found:
@@ -320,10 +320,10 @@ def pointers_in(location: Location, listing: Listing) -> list[tuple[str, str]]:
             _refuse_link_elsewhere(location, info, name)
             # Loaders ignore blanks after the name, however many these are.
             text = known.tag_in(name, _beginning(location.store, info))
-            path = next((p for f in formats() if (p := f.pointed_directory(name, text)) is not None), text)
+            path = next((p for f in formats() if (p := f.discovery.pointed_directory(name, text)) is not None), text)
             found.append((name, path))
     for known_format in formats():
-        if (tag := known_format.tracked_tag(location, listing)) is not None:
+        if (tag := known_format.discovery.tracked_tag(location, listing)) is not None:
             found.append((f"tracker of {known_format.name}", tag))
     name, step = _tracker(location.store, location.path, listing.by_name)
     return [*found, (name, step)] if name else found
@@ -344,7 +344,7 @@ def holds_pointer(location: Location) -> bool:
 def state_here(location: Location, listing: Listing) -> bool | None:
     """True if the directory itself holds a training state, False for weights, None if neither lies directly in it."""
     here = _recognise(location, listing, None)
-    return None if here is None else here.format.of_training
+    return None if here is None else here.format.discovery.of_training
 
 
 def is_file_of_format(info: ObjectInfo) -> bool:
@@ -365,7 +365,7 @@ def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: st
         )
     _refuse_link_elsewhere(location, pointer, name)
     text = read_bytes(location.store, pointer).decode("utf-8", "replace").strip()
-    text = next((found for f in formats() if (found := f.pointed_directory(name, text)) is not None), text)
+    text = next((found for f in formats() if (found := f.discovery.pointed_directory(name, text)) is not None), text)
     return _tagged(location, listing, text, code="checkpoint.bad_latest", said_by=f"`{name}`")
 
 
@@ -404,7 +404,7 @@ def training_state_near(location: Location) -> str:
             for child, inside in _Below(place).look(names).values():
                 known = _recognise(child, inside, None)
                 pointed = not inside.by_name.keys().isdisjoint(known_files().pointers)
-                if pointed or (known is not None and known.format.of_training):
+                if pointed or (known is not None and known.format.discovery.of_training):
                     return child.url
     return ""
 
@@ -460,7 +460,7 @@ def _tag_fix(below: _Below, listing: Listing, asked: str = "") -> str:
     """A sentence that names the tag that is most like the one that was asked for; empty if there are no tags."""
     looked = below.look(listing.directories)
     found = {d: _recognise(*looked[d], d) for d in listing.directories if d in looked}
-    tags = [name for name, child in found.items() if child is not None and child.format.of_training]
+    tags = [name for name, child in found.items() if child is not None and child.format.discovery.of_training]
     if not tags:
         return ""
     nearest = (get_close_matches(asked, tags, n=1, cutoff=0.0) or tags[-1:])[0]
@@ -489,7 +489,11 @@ def _models(location: Location, below: _Below, listing: Listing, tag: str = "") 
         names = looked[name][1].directories if name in looked else ()
     roles = [f"{step}{d}" for d in names if not d.startswith(".") and not re.search(r"\d", d)]
     looked = below.look(roles) if len(roles) > 1 or _VERL_STEP.fullmatch(name) else {}
-    found = [p for p in roles if p in looked and (k := _recognise(*looked[p], p)) is not None and k.format.of_training]
+    found = [
+        p
+        for p in roles
+        if p in looked and (k := _recognise(*looked[p], p)) is not None and k.format.discovery.of_training
+    ]
     if found and not steps:
         tracker, _ = _tracker(location.store, parent_and_name(location.path)[0])
     details: dict[str, Any] = {"models": found, "tracker": tracker} if found else {}
@@ -525,7 +529,7 @@ def _below_fix(location: Location, below: _Below, listing: Listing) -> str:
             known = _recognise(child, inside, None)
             pointed = not inside.by_name.keys().isdisjoint(known_files().pointers)
             if known is not None or pointed:
-                found[path] = pointed or (known is not None and known.format.of_training)
+                found[path] = pointed or (known is not None and known.format.discovery.of_training)
             deeper += [f"{path}/{name}" for name in inside.directories if not name.startswith(".")]
         if found:
             return _named_below(location, sorted(found, key=lambda path: (not found[path], _newest_first(path))))
@@ -580,7 +584,7 @@ def read_checkpoint(
         RequestError: `request.invalid` for choices that this kind of checkpoint does not leave.
     """
     found = find_checkpoint(location, tag) if choices.rank_files is None else _of_names(location, tag)
-    if not found.format.takes_choices:
+    if not found.format.discovery.takes_choices:
         refuse_choices(choices, f"{printable(found.location.url)} is of a kind that holds one model")
     with collector_paused():
         options = ReadOptions(ledger, found.tag, rules, choices, target, refuse_keys)
@@ -610,7 +614,7 @@ def _of_names(location: Location, tag: str | None) -> Found:
     Raises:
         SourceError: `source.not_found`.
     """
-    known, reader = next((f, f.named_reader) for f in formats() if f.named_reader is not None)
+    known, reader = next((f, f.discovery.named_reader) for f in formats() if f.discovery.named_reader is not None)
     place = location if tag is None else location.child(*tag.split("/"))
     listing = place.store.list_directory(place.path)
     if not listing.files and not listing.directories:

@@ -12,7 +12,7 @@ from reshard_engine.checkpoint import FILE_STATE, Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import SharedPickles, TorchFile, add_whole_tensor, open_torch_file, place_of
 from reshard_engine.formats.dcp_files.metadata.model import SUFFIX
-from reshard_engine.formats.format import Format, Writer
+from reshard_engine.formats.format import Completion, Format, Writer
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef, collector_paused, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -23,22 +23,27 @@ from reshard_engine.tensors.layout import Body, FileTemplate, TargetFile, Target
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
-class TorchFiles(Format):
-    """Any tree with its tensors. No directory is recognised as this format: only a conversion to `slim` reads it."""
-
-    name = "torch_files"
-    targets = (TargetFormat.SLIM,)
+class _Completion(Completion):
+    """The checkpoint that a request means, in the terms of this format."""
 
     def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
         """Read all files of the source for a conversion to `slim`."""
-        if request.to not in self.targets:
+        if request.to not in TorchFiles.targets:
             return None
         if request.source.tag is not None:
             raise RequestError(
                 "request.invalid", "--to slim takes files as they are: no tag", fix="name the tag's directory"
             )
 
-        return replace(read_torch_files(location, ledger), family=self.name)
+        return replace(read_torch_files(location, ledger), family=TorchFiles.name)
+
+
+class TorchFiles(Format):
+    """Any tree with its tensors. No directory is recognised as this format: only a conversion to `slim` reads it."""
+
+    name = "torch_files"
+    completion = _Completion()
+    targets = (TargetFormat.SLIM,)
 
     def writer(self, target: str) -> Writer:
         """The writer of torch files whose storages are as long as their tensors."""

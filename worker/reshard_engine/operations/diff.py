@@ -359,7 +359,7 @@ class FactComparison:
         """The facts of both runs. Runs of two families have only facts that every format has, and common counters."""
         a, b = self._a, self._b
         if a.family == b.family:
-            return format_of(a).run_facts(a), format_of(b).run_facts(b)
+            return format_of(a).presentation.run_facts(a), format_of(b).presentation.run_facts(b)
         counted = [f.name for f in fields(Counters)]
         known = [n for n in counted if None not in (getattr(a.counters, n), getattr(b.counters, n))]
         return _shared_facts(a, known), _shared_facts(b, known)
@@ -452,8 +452,8 @@ def hyper_parameters(group: ParamGroup) -> dict[str | int, Node]:
 
     A layout decides some of them, some say what is so without them, and the step is a number of each parameter.
     """
-    left_out = {_COUNTER}.union(*(known.layout_fields(group) for known in formats()))
-    implied = {key: value for known in formats() for key, value in known.implied_fields.items()}
+    left_out = {_COUNTER}.union(*(known.presentation.layout_fields(group) for known in formats()))
+    implied = {key: value for known in formats() for key, value in known.presentation.implied_fields.items()}
     said = ((key, value) for key, value in group.hyper_parameters.items() if key not in left_out)
     return {key: value for key, value in said if not (key in implied and implied[key] is value)}
 
@@ -652,7 +652,9 @@ def _side(checkpoint: Checkpoint) -> DiffSide:
         tag=checkpoint.tag,
         format=checkpoint.format,
         step=checkpoint.counters.steps,
-        zero_stage=None if (stage := format_of(checkpoint).zero_stage(checkpoint)) is None else stage.number,
+        zero_stage=None
+        if (stage := format_of(checkpoint).presentation.zero_stage(checkpoint)) is None
+        else stage.number,
         world=dict(checkpoint.world),
     )
 

@@ -85,7 +85,7 @@ def possible_targets(checkpoint: Checkpoint, source: SourceSpec | None = None) -
         source: The source as the user named it; the checkpoint's URL if that is not known.
     """
     tried = WriterDryRun(checkpoint, source or SourceSpec(url=checkpoint.url))
-    return tuple(target for known in formats() for target in known.possible_targets(tried))
+    return tuple(target for known in formats() for target in known.presentation.possible_targets(tried))
 
 
 def describe(checkpoint: Checkpoint, source: SourceSpec | None = None, launch: RunLaunch | None = None) -> Inspection:
@@ -100,7 +100,7 @@ def describe(checkpoint: Checkpoint, source: SourceSpec | None = None, launch: R
         RequestError: As `resume_layout`.
     """
     known = format_of(checkpoint)
-    stage = known.zero_stage(checkpoint)
+    stage = known.presentation.zero_stage(checkpoint)
     tensors = checkpoint.shard_map.tensors
     knows_frozen = bool(checkpoint.trained)  # weights alone do not say who trained them
 

@@ -58,7 +58,7 @@ def _name(text: str) -> str:
 
 
 def _ranks(checkpoint: Checkpoint, file: str) -> str:
-    return format_of(checkpoint).rank_label(file, checkpoint.world)
+    return format_of(checkpoint).presentation.rank_label(file, checkpoint.world)
 
 
 def _shares(checkpoint: Checkpoint) -> Iterator[FileShare]:

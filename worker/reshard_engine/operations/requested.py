@@ -46,7 +46,7 @@ def as_requested(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         request.empty_weights,
         lambda: training_state_near(open_location(request.source.url, request.source.profile)),
     )
-    indifferent = format_writing(request.to).indifferent(checkpoint, request)
+    indifferent = format_writing(request.to).completion.indifferent(checkpoint, request)
     checkpoint.refuse_undecided(*indifferent)
     said = [f"{a.text}: {a.fix}" for a in checkpoint.assumed if a.question not in indifferent]
     checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *said)) if said else checkpoint
@@ -115,7 +115,7 @@ def _read(source: Location, request: ConvertRequest) -> Checkpoint:
     # Objects of the run's state do not matter to targets without it. Where an object lies is known after reading.
     later = written.model_only and request.opaque is OpaquePolicy.REFUSE
     ledger = OpaqueLedger(OpaquePolicy.KEEP if later else request.opaque)
-    for_target = written.read_for(request, source, ledger)
+    for_target = written.completion.read_for(request, source, ledger)
     if for_target is not None:
         refuse_choices(request.source, f"{request.to} takes the state dict as it is")
         return for_target
@@ -129,20 +129,22 @@ def _read(source: Location, request: ConvertRequest) -> Checkpoint:
 def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     """The checkpoint, completed from other places that the request names: a base model, an adapter, a model's files."""
     base = None
-    if (place := next(filter(None, (known.base_model(request) for known in formats())), None)) is not None:
+    if (place := next(filter(None, (known.completion.base_model(request) for known in formats())), None)) is not None:
         location = open_location(place, request.source.profile)
         base = read_base_model(location, OpaqueLedger(request.opaque))
         refuse_placeholders(base, request.empty_weights, lambda: training_state_near(location))
     written = format_writing(request.to)
     if written.whole_models:
-        said = [text for known in formats() for text in known.joined_cautions(checkpoint, request)]
-        whole = request.exclude_frozen or any(known.completes(request) for known in formats())
+        said = [text for known in formats() for text in known.presentation.joined_cautions(checkpoint, request)]
+        whole = request.exclude_frozen or any(known.completion.completes(request) for known in formats())
         lost = None if whole else left_out(checkpoint)
         said += [] if lost is None else [lost]
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *said)) if said else checkpoint
-    elif written.of_training and (lacking := missing_states(checkpoint)):
+    elif written.discovery.of_training and (lacking := missing_states(checkpoint)):
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *lacking))
-    taken = written.takes_model_files or any(known.reads_model_files(request) for known in formats())
+    taken = written.completion.takes_model_files or any(
+        known.completion.reads_model_files(request) for known in formats()
+    )
     if request.model_files is not None and not taken:
         raise RequestError(
             "request.invalid",
@@ -151,7 +153,7 @@ def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         )
     # Adapters are merged before the files beside the weights are read: those say which names are tied.
     for known in reversed(formats()):
-        checkpoint = known.completed(checkpoint, request, base)
+        checkpoint = known.completion.completed(checkpoint, request, base)
     return checkpoint
 
 

@@ -30,7 +30,7 @@ from reshard_engine.formats.dcp.state_tree import (
 )
 from reshard_engine.formats.dcp.writer.writer import MODEL_FOLDER, DcpWriter, WholeFilesWriter, writes_named_files
 from reshard_engine.formats.dcp_files.metadata.model import DATA_FILE, METADATA_FILE, SUFFIX
-from reshard_engine.formats.format import DryRun, Format, Reader, Writer
+from reshard_engine.formats.format import Completion, Discovery, DryRun, Format, Presentation, Reader, Writer
 from reshard_engine.formats.model_weights import refuse_wrapped, unloadable
 from reshard_engine.formats.numbered import entries_of
 from reshard_engine.formats.trainer_files import (
@@ -61,10 +61,9 @@ _KEYS = {"framework", *TARGET_KEYS, *OF_ONE_FILE}
 """Options that ask for keys or numbers, as no tree that is kept has them."""
 
 
-class Dcp(Format):
-    """Checkpoints that `torch.distributed.checkpoint.save` writes, under the keys of several frameworks."""
+class _Discovery(Discovery):
+    """The directories and files that are checkpoints of this format."""
 
-    name = "dcp"
     readers: ClassVar[tuple[Reader, ...]] = (TrainerReader(), DcpReader(), HuggingFaceShardsReader())
     of_training = True
     files = KnownFiles(
@@ -72,8 +71,101 @@ class Dcp(Format):
         suffixes=(SUFFIX,),
         needed=(METADATA_FILE, META, *_WHOLE_FILES),
     )
-    targets = ("dcp", "torch_save")
     takes_choices = True
+
+
+class _Completion(Completion):
+    """The checkpoint that a request means, in the terms of this format."""
+
+    def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
+        """A file of `torch.save`, or a whole state dict for a target that is such a file.
+
+        Whoever asks for a framework's keys, or says an order, wants the training state, not the tree as it is.
+        """
+        if request.to not in Dcp.targets:
+            return None
+        options = request.options.of(DcpOptions)
+        place = location if request.source.tag is None else location.child(*request.source.tag.split("/"))
+        if request.to == "torch_save":
+            if _KEYS & {*options.given()}:
+                return None
+            state = read_state_tree(place, ledger)
+            if state is None and not request.source.given():
+                state = _file_as_it_is(place, ledger)
+            return None if state is None else replace(state, family=Dcp.name)
+        tree = _file_as_it_is(place, ledger)
+        asked = other_keys(options) or request.source.given()
+        if tree is None or (asked and optimizers_of(tree)):
+            return None
+        return replace(tree, family=Dcp.name)
+
+    def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+        """The checkpoint, unless the request refuses parameters without optimizer states."""
+        if (facts := facts_of(checkpoint)) is not None and (request.to == "dcp" or writes_named_files(request)):
+            for other in facts.others:
+                other.refuse_undecided(Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
+        idle = [p.fqn for p in checkpoint.trained if p.never_updated]
+        if idle and request.missing_moments is MissingMoments.REFUSE:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"{len(idle)} trained parameters have no optimizer states, as no gradient ever reached them: "
+                f"{listed(idle)}",
+                fix="--missing-moments zero writes the states that an optimizer begins with",
+            )
+        return checkpoint
+
+    def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
+        """The checkpoint with the contents of `--trainer-files`, in place of what the source holds of them."""
+        place = request.options.of(DcpOptions).trainer_files
+        if place is None or request.to not in Dcp.targets:
+            return checkpoint
+        location = open_location(place, request.source.profile)
+        return with_trainer_files(checkpoint, location, OpaqueLedger(request.opaque))
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """All but the names of numbered parameters, if the target keeps all models where the source has them."""
+        facts, options = facts_of(checkpoint), request.options.of(DcpOptions)
+        if request.to == "torch_save" and not writes_named_files(request):
+            # Its optimizer numbers parameters, so that their order matters; in the model's order, frozen ones count.
+            return () if options.target_param_order is ParamOrder.MODEL else (Question.BUFFERS,)
+        always = (Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
+        if facts is None or options.framework not in (None, facts.framework):
+            return always
+        moved = options.target_model_key is not None or options.target_optimizer_key is not None
+        if moved:
+            return (*always, Question.SCHEDULER)
+        return (*always, Question.SCHEDULER, Question.MODEL, Question.OPTIMIZER)
+
+
+class _Presentation(Presentation):
+    """The answers for people about checkpoints of this format."""
+
+    def rank_label(self, file: str, world: Mapping[str, int]) -> str:
+        """The rank that wrote the file, by its name."""
+        name = file.rpartition("/")[2]
+        if (match := DATA_FILE.fullmatch(name)) is not None:
+            return f"rank {int(match[1])}"
+        return f"rank {int(match[1]) - 1}" if (match := SHARD_FILE.fullmatch(name)) is not None else ""
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """A distributed checkpoint of any source."""
+        refusal, read = tried.refusal("dcp"), tried.checkpoint
+        if refusal is None:
+            # A file keeps its own keys unless a framework is named.
+            file = len(read.files) == 1 and read.url == read.files[0].objects[0].path
+            flags = f"--to dcp --framework {Framework.STATE_DICT}" if file else "--to dcp"
+            return [tried.possible("dcp", "any mesh; keys of --framework", flags)]
+        return [tried.impossible("dcp", refusal)]
+
+
+class Dcp(Format):
+    """Checkpoints that `torch.distributed.checkpoint.save` writes, under the keys of several frameworks."""
+
+    name = "dcp"
+    discovery = _Discovery()
+    completion = _Completion()
+    presentation = _Presentation()
+    targets = ("dcp", "torch_save")
 
     def writer(self, target: str) -> Writer:
         """The writer of shards, or of files with whole tensors."""
@@ -85,28 +177,6 @@ class Dcp(Format):
         """Refuse the framework that loads no distributed checkpoint as the loader of one."""
         if request.to == "dcp" and request.options.of(DcpOptions).framework is Framework.TORCHTUNE:
             raise RequestError("request.invalid", "--framework torchtune: for --to torch_save", fix="--to torch_save")
-
-    def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
-        """A file of `torch.save`, or a whole state dict for a target that is such a file.
-
-        Whoever asks for a framework's keys, or says an order, wants the training state, not the tree as it is.
-        """
-        if request.to not in self.targets:
-            return None
-        options = request.options.of(DcpOptions)
-        place = location if request.source.tag is None else location.child(*request.source.tag.split("/"))
-        if request.to == "torch_save":
-            if _KEYS & {*options.given()}:
-                return None
-            state = read_state_tree(place, ledger)
-            if state is None and not request.source.given():
-                state = _file_as_it_is(place, ledger)
-            return None if state is None else replace(state, family=self.name)
-        tree = _file_as_it_is(place, ledger)
-        asked = other_keys(options) or request.source.given()
-        if tree is None or (asked and optimizers_of(tree)):
-            return None
-        return replace(tree, family=self.name)
 
     def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
         """Refuse files that the framework does not open, names of wrapping modules, and other keys than a script's."""
@@ -128,50 +198,6 @@ class Dcp(Format):
             key = options.target_model_key or "model"
             refuse_wrapped(_keys_below(read_bytes(place.store, info), key), checkpoint)
 
-    def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
-        """The checkpoint, unless the request refuses parameters without optimizer states."""
-        if (facts := facts_of(checkpoint)) is not None and (request.to == "dcp" or writes_named_files(request)):
-            for other in facts.others:
-                other.refuse_undecided(Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
-        idle = [p.fqn for p in checkpoint.trained if p.never_updated]
-        if idle and request.missing_moments is MissingMoments.REFUSE:
-            raise RequestError(
-                "request.unsatisfiable",
-                f"{len(idle)} trained parameters have no optimizer states, as no gradient ever reached them: "
-                f"{listed(idle)}",
-                fix="--missing-moments zero writes the states that an optimizer begins with",
-            )
-        return checkpoint
-
-    def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
-        """The checkpoint with the contents of `--trainer-files`, in place of what the source holds of them."""
-        place = request.options.of(DcpOptions).trainer_files
-        if place is None or request.to not in self.targets:
-            return checkpoint
-        location = open_location(place, request.source.profile)
-        return with_trainer_files(checkpoint, location, OpaqueLedger(request.opaque))
-
-    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
-        """All but the names of numbered parameters, if the target keeps all models where the source has them."""
-        facts, options = facts_of(checkpoint), request.options.of(DcpOptions)
-        if request.to == "torch_save" and not writes_named_files(request):
-            # Its optimizer numbers parameters, so that their order matters; in the model's order, frozen ones count.
-            return () if options.target_param_order is ParamOrder.MODEL else (Question.BUFFERS,)
-        always = (Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
-        if facts is None or options.framework not in (None, facts.framework):
-            return always
-        moved = options.target_model_key is not None or options.target_optimizer_key is not None
-        if moved:
-            return (*always, Question.SCHEDULER)
-        return (*always, Question.SCHEDULER, Question.MODEL, Question.OPTIMIZER)
-
-    def rank_label(self, file: str, world: Mapping[str, int]) -> str:
-        """The rank that wrote the file, by its name."""
-        name = file.rpartition("/")[2]
-        if (match := DATA_FILE.fullmatch(name)) is not None:
-            return f"rank {int(match[1])}"
-        return f"rank {int(match[1]) - 1}" if (match := SHARD_FILE.fullmatch(name)) is not None else ""
-
     def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
         """A distributed checkpoint, for any number of ranks, with the keys of the framework that loads it."""
         framework = launch.framework
@@ -190,16 +216,6 @@ class Dcp(Format):
         framework = wanted.options.get(self.name, {}).get("framework")
         own = checkpoint.facts.framework if isinstance(checkpoint.facts, DcpFacts) else None
         return wanted.dtype is None and (framework is None or framework == own)
-
-    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
-        """A distributed checkpoint of any source."""
-        refusal, read = tried.refusal("dcp"), tried.checkpoint
-        if refusal is None:
-            # A file keeps its own keys unless a framework is named.
-            file = len(read.files) == 1 and read.url == read.files[0].objects[0].path
-            flags = f"--to dcp --framework {Framework.STATE_DICT}" if file else "--to dcp"
-            return [tried.possible("dcp", "any mesh; keys of --framework", flags)]
-        return [tried.impossible("dcp", refusal)]
 
 
 def _file_as_it_is(place: Location, ledger: OpaqueLedger) -> Checkpoint | None:

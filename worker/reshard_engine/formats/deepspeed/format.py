@@ -29,17 +29,16 @@ from reshard_engine.formats.deepspeed.parallel.tensor import Cutter
 from reshard_engine.formats.deepspeed.relabel import relabelled
 from reshard_engine.formats.deepspeed.universal.reader import UniversalReader
 from reshard_engine.formats.deepspeed.universal.writer import UniversalWriter
-from reshard_engine.formats.format import DryRun, Format, Reader, RunFacts, Writer
+from reshard_engine.formats.format import Completion, Discovery, DryRun, Format, Presentation, Reader, RunFacts, Writer
 from reshard_engine.formats.model_weights import plain_name, unloadable
 from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.dtypes import SHORT_NAMES
 from reshard_engine.tensors.layout import KnownFiles
 
 
-class DeepSpeed(Format):
-    """Checkpoints that `engine.save_checkpoint` writes, and their universal form."""
+class _Discovery(Discovery):
+    """The directories and files that are checkpoints of this format."""
 
-    name = "deepspeed"
     readers: ClassVar[tuple[Reader, ...]] = (UniversalReader(), DeepSpeedReader())
     of_training = True
     takes_choices = True
@@ -49,19 +48,10 @@ class DeepSpeed(Format):
         suffixes=("_states.pt",),
         needed=("mp_rank_*_model_states.pt", "zero_pp_rank_*_model_states.pt", "optimizer_state.pt"),
     )
-    targets = (TargetFormat.ZERO, TargetFormat.UNIVERSAL)
-    # DeepSpeed's Adam asks for it, and torch's Adam always does so: see `optimizer.groups_of`.
-    implied_fields: ClassVar[Mapping[str, bool]] = {"bias_correction": True}
 
-    def writer(self, target: str) -> Writer:
-        """The writer of universal or of native checkpoints."""
-        if target == TargetFormat.UNIVERSAL:
-            return UniversalWriter()
-        return ZeroWriter()
 
-    def layout_fields(self, group: ParamGroup) -> Set[str]:
-        """The name of a group of experts, which says over how many ranks they are spread (`ep_size_2`)."""
-        return frozenset({"name"}) if ranks_of_group(group) is not None else frozenset()
+class _Completion(Completion):
+    """The checkpoint that a request means, in the terms of this format."""
 
     def read_rules(self, options: Options) -> Mapping[str, Any] | None:
         """The rules of `--rules` and `--family`."""
@@ -78,6 +68,17 @@ class DeepSpeed(Format):
         # Without an optimizer there is no such target, and nothing tells the type that its model would have.
         native = request.to == TargetFormat.ZERO and checkpoint.optimizer is not None
         return () if native and resolve(checkpoint, request).stage == 3 else (Question.BUFFERS,)
+
+
+class _Presentation(Presentation):
+    """The answers for people about checkpoints of this format."""
+
+    # DeepSpeed's Adam asks for it, and torch's Adam always does so: see `optimizer.groups_of`.
+    implied_fields: ClassVar[Mapping[str, bool]] = {"bias_correction": True}
+
+    def layout_fields(self, group: ParamGroup) -> Set[str]:
+        """The name of a group of experts, which says over how many ranks they are spread (`ep_size_2`)."""
+        return frozenset({"name"}) if ranks_of_group(group) is not None else frozenset()
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The ranks that the file's name states, in words."""
@@ -103,13 +104,54 @@ class DeepSpeed(Format):
             return ZeroStage.BF16
         return None if facts.zero_stage is None else ZeroStage(str(facts.zero_stage))
 
+    def cautions(self, checkpoint: Checkpoint) -> list[str]:
+        """Warnings about cuts that the files do not prove, or do not describe."""
+        names = checkpoint.unexplained
+        if not names:
+            return sectioned(checkpoint, None) if checkpoint.world.get("tp", 1) > 1 else []
+        cut = counted(len(names), "parameter was cut", "parameters were cut")
+        return [f"nothing says how {cut} over tensor-parallel ranks: {listed(names, 20)}"]
+
+    def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
+        """The warning that nothing proves the order inside fused matrices; none where nothing was cut."""
+        return sectioned(checkpoint, request) if checkpoint.world.get("tp", 1) > 1 else []
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """Native layouts by kind of parallelism, and the universal form."""
+        return (*native_targets(tried), universal_target(tried))
+
+    def settings_kept(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """The order of the ranks that share experts, as native targets have it from the source's config."""
+        config = RunConfig.of(facts_of(checkpoint).entries.get(CONFIG))
+        return {"use_data_before_expert_parallelism": config.data_before_experts}
+
+    def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
+        """The state that `diff` compares: model states without entries of the layout; loss scale; gradient clipping."""
+        return run_facts(checkpoint)
+
+
+class DeepSpeed(Format):
+    """Checkpoints that `engine.save_checkpoint` writes, and their universal form."""
+
+    name = "deepspeed"
+    discovery = _Discovery()
+    completion = _Completion()
+    presentation = _Presentation()
+    targets = (TargetFormat.ZERO, TargetFormat.UNIVERSAL)
+
+    def writer(self, target: str) -> Writer:
+        """The writer of universal or of native checkpoints."""
+        if target == TargetFormat.UNIVERSAL:
+            return UniversalWriter()
+        return ZeroWriter()
+
     def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
         """The engine's own files for the launch's ranks, at the stage that it names."""
         sizes = {"tp": 1, "pp": 1, "ep": 1} | launch.sizes(checkpoint.world)
         tp, pp = sizes["tp"], sizes["pp"]
         dp = launch.data_ranks(tp * pp, of=f"tp={tp} x pp={pp}")
         # The source's own stage is left out, so that one layout has one name.
-        stage = None if launch.zero_stage is self.zero_stage(checkpoint) else launch.zero_stage
+        stage = None if launch.zero_stage is self.presentation.zero_stage(checkpoint) else launch.zero_stage
         label = [f"dp{dp}", *(f"{axis}{size}" for axis, size in sizes.items() if size > 1)]
         label += [] if stage is None else [f"zero{stage.value}"]
         label += [] if launch.dtype is None else [launch.dtype.value]
@@ -126,7 +168,7 @@ class DeepSpeed(Format):
 
     def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
         """True for native files of the same stage, ranks and element type."""
-        stage, world = self.zero_stage(checkpoint), checkpoint.world
+        stage, world = self.presentation.zero_stage(checkpoint), checkpoint.world
         if stage is None or "zero_stage" in wanted.options.get(self.name, {}):
             return False
         if any(world.get(axis, 1) != getattr(wanted.layout, axis) for axis in ("tp", "pp", "ep")):
@@ -135,18 +177,6 @@ class DeepSpeed(Format):
             # Without ZeRO every rank loads the same file, for any number of ranks.
             return False
         return wanted.dtype is None or _model_dtypes(checkpoint) == {SHORT_NAMES[wanted.dtype.value]}
-
-    def cautions(self, checkpoint: Checkpoint) -> list[str]:
-        """Warnings about cuts that the files do not prove, or do not describe."""
-        names = checkpoint.unexplained
-        if not names:
-            return sectioned(checkpoint, None) if checkpoint.world.get("tp", 1) > 1 else []
-        cut = counted(len(names), "parameter was cut", "parameters were cut")
-        return [f"nothing says how {cut} over tensor-parallel ranks: {listed(names, 20)}"]
-
-    def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
-        """The warning that nothing proves the order inside fused matrices; none where nothing was cut."""
-        return sectioned(checkpoint, request) if checkpoint.world.get("tp", 1) > 1 else []
 
     def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
         """Refuse names that no engine's module has: only names of modules that wrap others are in front of a name."""
@@ -158,22 +188,9 @@ class DeepSpeed(Format):
         if longer:
             raise unloadable(f"names that DeepSpeed's engine does not have would be in the target: {listed(longer)}")
 
-    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
-        """Native layouts by kind of parallelism, and the universal form."""
-        return (*native_targets(tried), universal_target(tried))
-
     def replicas_load(self, name: str) -> bool:
         """True for the weights of a model-parallel rank, and for those of a layer of a pipeline."""
         return replicas_load(name)
-
-    def settings_kept(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """The order of the ranks that share experts, as native targets have it from the source's config."""
-        config = RunConfig.of(facts_of(checkpoint).entries.get(CONFIG))
-        return {"use_data_before_expert_parallelism": config.data_before_experts}
-
-    def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
-        """The state that `diff` compares: model states without entries of the layout; loss scale; gradient clipping."""
-        return run_facts(checkpoint)
 
 
 def _model_dtypes(checkpoint: Checkpoint) -> set[str]:

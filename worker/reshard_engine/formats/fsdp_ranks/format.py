@@ -30,7 +30,17 @@ from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file
 from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.dtensors import Held, RankFile
-from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
+from reshard_engine.formats.format import (
+    Completion,
+    Discovery,
+    DryRun,
+    Format,
+    Presentation,
+    Reader,
+    ReadOptions,
+    Writer,
+    refuse_choices,
+)
 from reshard_engine.formats.fsdp_ranks.files import (
     CLIENT,
     CONFIG,
@@ -145,15 +155,13 @@ class NamedFilesReader:
         return _NamedAssembly(found, options, location).checkpoint(location.url)
 
 
-class FsdpRanks(Format):
-    """Files of FSDP's ranks."""
+class _Discovery(Discovery):
+    """The directories and files that are checkpoints of this format."""
 
-    name = "fsdp_ranks"
     readers: ClassVar[tuple[Reader, ...]] = (RankFilesReader(),)
     named_reader: ClassVar[Reader | None] = NamedFilesReader()
     of_training = True
     takes_choices = True
-    targets = (TargetFormat.FSDP_RANKS,)
     files = KnownFiles(
         entries=(CONFIG,),
         suffixes=_FIRST_RANK,
@@ -168,9 +176,9 @@ class FsdpRanks(Format):
         """Flags for names that differ in a number alone."""
         return suggested_patterns(listing.by_name)
 
-    def writer(self, target: str) -> Writer:
-        """The writer of files of FSDP's ranks."""
-        return FsdpRanksWriter()
+
+class _Completion(Completion):
+    """The checkpoint that a request means, in the terms of this format."""
 
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """The names of numbers, and what plain tensors are, in files whose numbers and tensors stay as they are."""
@@ -188,7 +196,7 @@ class FsdpRanks(Format):
         facts = checkpoint.facts
         saved = facts.saved if isinstance(facts, RankFacts) else None
         chosen = request.options.of(FsdpRanksOptions).rank_framework
-        if request.to not in self.targets or not isinstance(facts, RankFacts) or saved is None:
+        if request.to not in FsdpRanks.targets or not isinstance(facts, RankFacts) or saved is None:
             return checkpoint
         if RankFramework.ACCELERATE in (saved.framework, chosen):
             return checkpoint
@@ -197,13 +205,9 @@ class FsdpRanks(Format):
         left = tuple(n for n in checkpoint.not_carried if n.path not in carried) + named(weights, _COPY)
         return replace(checkpoint, facts=replace(facts, saved=replace(saved, beside=beside)), not_carried=left)
 
-    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
-        """Files of the launch's ranks."""
-        return layout_of_ranks(self.targets[0], launch)
 
-    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
-        """True for files of as many ranks."""
-        return fits_ranks(checkpoint, wanted)
+class _Presentation(Presentation):
+    """The answers for people about checkpoints of this format."""
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Files of any number of ranks, for a checkpoint of the same kind."""
@@ -221,6 +225,28 @@ class FsdpRanks(Format):
         """The rank in a file's name."""
         number = file.rpartition(".")[0].rpartition("rank")[2].lstrip("_")
         return f"rank {int(number)}" if number.isdecimal() else ""
+
+
+class FsdpRanks(Format):
+    """Files of FSDP's ranks."""
+
+    name = "fsdp_ranks"
+    discovery = _Discovery()
+    completion = _Completion()
+    presentation = _Presentation()
+    targets = (TargetFormat.FSDP_RANKS,)
+
+    def writer(self, target: str) -> Writer:
+        """The writer of files of FSDP's ranks."""
+        return FsdpRanksWriter()
+
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+        """Files of the launch's ranks."""
+        return layout_of_ranks(self.targets[0], launch)
+
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True for files of as many ranks."""
+        return fits_ranks(checkpoint, wanted)
 
 
 # The checkpoint.

@@ -28,7 +28,7 @@ from reshard_engine.checkpoint import (
 )
 from reshard_engine.containers.torch_file import TreeTensors, add_whole_tensor
 from reshard_engine.formats.carried import UNKNOWN, named
-from reshard_engine.formats.format import Format, Reader, ReadOptions, refuse_choices
+from reshard_engine.formats.format import Discovery, Format, Presentation, Reader, ReadOptions, refuse_choices
 from reshard_engine.formats.full_state_dict.files import (
     RECIPES,
     InFile,
@@ -151,14 +151,17 @@ class SingleFileReader:
         return _assembled(open_single(location, listing, options.ledger, options.choices), location, options)
 
 
-class FullStateDict(Format):
-    """Files with whole tensors of a model and its optimizer."""
+class _Discovery(Discovery):
+    """The directories and files that are checkpoints of this format."""
 
-    name = "full_state_dict"
     readers: ClassVar[tuple[Reader, ...]] = (FullPairReader(), WeightsWithOptimizerReader(), TorchtuneReader())
     file_readers: ClassVar[tuple[Reader, ...]] = (SingleFileReader(),)
     of_training = True
     takes_choices = True
+
+
+class _Presentation(Presentation):
+    """The answers for people about checkpoints of this format."""
 
     def cautions(self, checkpoint: Checkpoint) -> list[str]:
         """A word on the models and optimizers that were not read."""
@@ -169,6 +172,14 @@ class FullStateDict(Format):
         flags = [f"--model-key {shlex.quote(printable(k))}" for k in models]
         flags += [f"--optimizer-key {shlex.quote(printable(k))}" for k in which]
         return [f"it also holds {listed(others)}, not of the model that was read: {', '.join(flags)} reads them"]
+
+
+class FullStateDict(Format):
+    """Files with whole tensors of a model and its optimizer."""
+
+    name = "full_state_dict"
+    discovery = _Discovery()
+    presentation = _Presentation()
 
 
 # The checkpoint of everything that was opened.

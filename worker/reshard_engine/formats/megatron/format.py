@@ -44,7 +44,16 @@ from reshard_engine.formats.dcp_files.saved_state import (
     read_state,
 )
 from reshard_engine.formats.dcp_files.tensors import ChunkTensors, restored_boxes
-from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer
+from reshard_engine.formats.format import (
+    Completion,
+    Discovery,
+    DryRun,
+    Format,
+    Presentation,
+    Reader,
+    ReadOptions,
+    Writer,
+)
 from reshard_engine.formats.megatron.across import (
     BACK,
     ORDERS,
@@ -467,22 +476,12 @@ def _key_and_state(key: str) -> tuple[str, str]:
     return match[2], "fp32" if match[1] in _MASTERS else checked_state(match[1])
 
 
-class Megatron(Format):
-    """`torch_dist`, and the older directories of ranks."""
+class _Discovery(Discovery):
+    """The directories and files that are checkpoints of this format."""
 
-    name = "megatron"
     readers: ClassVar[tuple[Reader, ...]] = (TorchDistReader(), LegacyReader())
     of_training = True
     files = KnownFiles(entries=(COMMON,), needed=(DESCRIPTION, MODEL_FILE), numbered=((TRACKER, STEP_DIRECTORY),))
-    targets = ("megatron",)
-
-    def writer(self, target: str) -> Writer:
-        """The writer of distributed checkpoints, and of files for one layout."""
-        return MegatronWriter()
-
-    def layout_fields(self, group: ParamGroup) -> Set[str]:
-        """The flag of groups of experts: a run without expert parallelism has the same groups without it."""
-        return frozenset({OF_EXPERTS})
 
     def owns(self, location: Location, listing: Listing) -> bool:
         """True if the description names Megatron's backend: other programs write a `metadata.json` as well.
@@ -524,6 +523,32 @@ class Megatron(Format):
                     fix="save the run as torch_dist, without Megatron-FSDP",
                 )
 
+    def pointed_directory(self, name: str, text: str) -> str | None:
+        """The directory of the iteration that the tracker names by its number."""
+        numbered = name == TRACKER and re.fullmatch(r"\d{1,18}", text) is not None
+        return STEP_DIRECTORY.format(int(text)) if numbered else None
+
+    def tracked_tag(self, location: Location, listing: Listing) -> str | None:
+        """The directory of the iteration in `latest_checkpointed_iteration.txt`, or `release`.
+
+        Source: Megatron-LM `training/checkpointing.py` (`read_metadata`, `get_checkpoint_name`).
+        """
+        info, state = listing.by_name.get(TRACKER), listing.by_name.get(LATEST_STATE)
+        if info is None and state is not None:
+            # Of Megatron-Bridge, whose first versions wrote no other tracker.
+            step = _count(SourceFile(location.store, LATEST_STATE, (state,)), "step")
+            tag = None if step is None else STEP_DIRECTORY.format(step)
+            return tag if tag in listing.directories else None
+        if info is None or info.size_bytes > _MOST_BYTES:
+            return None
+        text = read_bytes(location.store, info).decode("ascii", "replace").strip()
+        tag = self.pointed_directory(TRACKER, text) or text
+        return tag if tag in listing.directories else None
+
+
+class _Completion(Completion):
+    """The checkpoint that a request means, in the terms of this format."""
+
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """The members of param groups, unless experts get groups of their own: a run makes its groups anew."""
         return () if request.layout.ep > 1 else (Question.MEMBERS,)
@@ -531,32 +556,6 @@ class Megatron(Format):
     def reads_model_files(self, request: ConvertRequest) -> bool:
         """True if heads are to be counted: `--names` takes their number from `config.json`."""
         return request.names in _NAMES
-
-    def check_request(self, request: ConvertRequest) -> None:
-        """Refuse arguments of Megatron-LM that nothing takes, and rules for names that no name asks for.
-
-        Raises:
-            RequestError: `request.invalid`.
-        """
-        names = request.names
-        args = request.options.of(MegatronOptions).megatron_args
-        if args is not None and request.to not in self.targets and names not in BACK:
-            text = f"--megatron-args: for --to megatron, and for --names {' or '.join(BACK)}"
-            raise RequestError("request.invalid", text, fix="leave --megatron-args out")
-        said = request.options.of(MegatronOptions).hf_rules
-        if names is NameScheme.HUGGING_FACE and request.to in self.targets:
-            text = f"--to {request.to} writes the names of Megatron-core, not those of Hugging Face"
-            raise RequestError("request.invalid", text, fix="leave --names out, or --names megatron-core")
-        if said is None:
-            return
-        if names in BACK and said not in ORDERS:
-            text = f"--hf-rules for --names {names} is {' or '.join(ORDERS)}"
-            raise RequestError("request.invalid", text, fix="leave --hf-rules out, or name one of these")
-        if names not in (*_NAMES, *BACK):
-            text = "--hf-rules says how --names hf and --names megatron-core rename"
-            raise RequestError("request.invalid", text, fix="add --names hf")
-        if said not in ORDERS:
-            requested_family(said)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint with a damaged optimizer left out or repaired, and under the names that the request says.
@@ -598,6 +597,68 @@ class Megatron(Format):
             no_optimizer="it is left out (--damaged drop-optimizer)",
         )
 
+
+class _Presentation(Presentation):
+    """The answers for people about checkpoints of this format."""
+
+    def layout_fields(self, group: ParamGroup) -> Set[str]:
+        """The flag of groups of experts: a run without expert parallelism has the same groups without it."""
+        return frozenset({OF_EXPERTS})
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """A distributed checkpoint for any layout, of a checkpoint of Megatron-core."""
+        if not isinstance(tried.checkpoint.facts, MegatronFacts):
+            return []
+        to, refusal = TargetFormat.MEGATRON, tried.refusal(TargetFormat.MEGATRON)
+        if refusal is not None:
+            return [tried.impossible(to, refusal)]
+        return [tried.possible(to, "any number of ranks", f"--to {to}")]
+
+    def cautions(self, checkpoint: Checkpoint) -> list[str]:
+        """A note if the arguments of the run say that the optimizer states may be shifted."""
+        said = checkpoint.facts.caution() if isinstance(checkpoint.facts, SuspectFacts) else None
+        return [] if said is None else [said]
+
+
+class Megatron(Format):
+    """`torch_dist`, and the older directories of ranks."""
+
+    name = "megatron"
+    discovery = _Discovery()
+    completion = _Completion()
+    presentation = _Presentation()
+    targets = ("megatron",)
+
+    def writer(self, target: str) -> Writer:
+        """The writer of distributed checkpoints, and of files for one layout."""
+        return MegatronWriter()
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse arguments of Megatron-LM that nothing takes, and rules for names that no name asks for.
+
+        Raises:
+            RequestError: `request.invalid`.
+        """
+        names = request.names
+        args = request.options.of(MegatronOptions).megatron_args
+        if args is not None and request.to not in self.targets and names not in BACK:
+            text = f"--megatron-args: for --to megatron, and for --names {' or '.join(BACK)}"
+            raise RequestError("request.invalid", text, fix="leave --megatron-args out")
+        said = request.options.of(MegatronOptions).hf_rules
+        if names is NameScheme.HUGGING_FACE and request.to in self.targets:
+            text = f"--to {request.to} writes the names of Megatron-core, not those of Hugging Face"
+            raise RequestError("request.invalid", text, fix="leave --names out, or --names megatron-core")
+        if said is None:
+            return
+        if names in BACK and said not in ORDERS:
+            text = f"--hf-rules for --names {names} is {' or '.join(ORDERS)}"
+            raise RequestError("request.invalid", text, fix="leave --hf-rules out, or name one of these")
+        if names not in (*_NAMES, *BACK):
+            text = "--hf-rules says how --names hf and --names megatron-core rename"
+            raise RequestError("request.invalid", text, fix="add --names hf")
+        if said not in ORDERS:
+            requested_family(said)
+
     def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
         """A distributed checkpoint for any tensor, pipeline and data parallelism, of the launch's groups of experts."""
         if launch.zero_stage is not None:
@@ -632,39 +693,3 @@ class Megatron(Format):
             return (ep > 1) is (layout.ep > 1)
         known = layout.model_dump(include={"tp", "pp"}, exclude_unset=True)
         return ep == layout.ep and all(known.get(axis) == checkpoint.world.get(axis) for axis in ("tp", "pp"))
-
-    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
-        """A distributed checkpoint for any layout, of a checkpoint of Megatron-core."""
-        if not isinstance(tried.checkpoint.facts, MegatronFacts):
-            return []
-        to, refusal = TargetFormat.MEGATRON, tried.refusal(TargetFormat.MEGATRON)
-        if refusal is not None:
-            return [tried.impossible(to, refusal)]
-        return [tried.possible(to, "any number of ranks", f"--to {to}")]
-
-    def pointed_directory(self, name: str, text: str) -> str | None:
-        """The directory of the iteration that the tracker names by its number."""
-        numbered = name == TRACKER and re.fullmatch(r"\d{1,18}", text) is not None
-        return STEP_DIRECTORY.format(int(text)) if numbered else None
-
-    def cautions(self, checkpoint: Checkpoint) -> list[str]:
-        """A note if the arguments of the run say that the optimizer states may be shifted."""
-        said = checkpoint.facts.caution() if isinstance(checkpoint.facts, SuspectFacts) else None
-        return [] if said is None else [said]
-
-    def tracked_tag(self, location: Location, listing: Listing) -> str | None:
-        """The directory of the iteration in `latest_checkpointed_iteration.txt`, or `release`.
-
-        Source: Megatron-LM `training/checkpointing.py` (`read_metadata`, `get_checkpoint_name`).
-        """
-        info, state = listing.by_name.get(TRACKER), listing.by_name.get(LATEST_STATE)
-        if info is None and state is not None:
-            # Of Megatron-Bridge, whose first versions wrote no other tracker.
-            step = _count(SourceFile(location.store, LATEST_STATE, (state,)), "step")
-            tag = None if step is None else STEP_DIRECTORY.format(step)
-            return tag if tag in listing.directories else None
-        if info is None or info.size_bytes > _MOST_BYTES:
-            return None
-        text = read_bytes(location.store, info).decode("ascii", "replace").strip()
-        tag = self.pointed_directory(TRACKER, text) or text
-        return tag if tag in listing.directories else None

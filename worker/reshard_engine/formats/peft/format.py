@@ -17,7 +17,7 @@ from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats import carried
-from reshard_engine.formats.format import DryRun, Format, Writer
+from reshard_engine.formats.format import Completion, Discovery, DryRun, Format, Presentation, Writer
 from reshard_engine.formats.model_card import with_card
 from reshard_engine.formats.model_weights import Weight, check_written, unloadable, weights_of
 from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config, adapter_files, assumptions
@@ -43,13 +43,78 @@ _ANY_ALPHA = 1.0
 _MERGED_INTO = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
 
 
+class _Discovery(Discovery):
+    """The directories and files that are checkpoints of this format."""
+
+    files = KnownFiles(needed=(CONFIG,))
+
+
+class _Completion(Completion):
+    """The checkpoint that a request means, in the terms of this format."""
+
+    takes_model_files = True
+
+    def base_model(self, request: ConvertRequest) -> str | None:
+        """The directory of `--base`."""
+        return request.options.peft.base
+
+    def completes(self, request: ConvertRequest) -> bool:
+        """True if the request merges an adapter, which needs the base model's weights."""
+        return request.options.peft.merge_adapter
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """All but the model. The optimizer tells frozen parameters from others, if those are to be left out."""
+        return (Question.SCHEDULER, Question.GROUPS, Question.MEMBERS) if request.exclude_frozen else OF_TRAINING
+
+    def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
+        """The checkpoint with its adapter's configuration, or with the adapter merged."""
+        merges = self.completes(request)
+        if request.to not in Peft.targets and not merges:
+            return checkpoint
+        checkpoint = replace(checkpoint, model_files=adapter_files(checkpoint, request))
+        if not merges:
+            return checkpoint
+        return replace(merged(checkpoint, request, base), model_files={})
+
+
+class _Presentation(Presentation):
+    """The answers for people about checkpoints of this format."""
+
+    def left_out(self, checkpoint: Checkpoint) -> str | None:
+        """A note if the base model's weights are missing, because the run was saved without frozen parameters.
+
+        Source: transformers 5.23.0 `integrations/deepspeed.py` and `trainer.py` (Trainer saves PEFT models so).
+        """
+        if not lacks_base(checkpoint):
+            return None
+        return "the base model's weights are not in the checkpoint: it was saved without its frozen parameters"
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """The export of an adapter. Runs without LoRA get no entry."""
+        names = adapter_names(adapter_parts(p.fqn for p in tried.checkpoint.parameters))
+        if not names:
+            return []
+        # Several adapters are exported one at a time.
+        chosen: dict[str, Any] = {"adapter": names[0]} if len(names) > 1 else {}
+        flags = f" --adapter {names[0]}" if chosen else ""
+        refusal = _refusal(tried, TargetFormat.PEFT, chosen)
+        needs = ""
+        if refusal is not None:
+            scaled = {**chosen, "lora_alpha": _ANY_ALPHA}
+            if _refusal(tried, TargetFormat.PEFT, scaled) is not None:
+                return [tried.impossible("peft", refusal)]
+            chosen, flags, needs = scaled, f"{flags} --model-files DIR", f"; {refusal.message}: {refusal.fix}"
+        return [tried.possible("peft", f"{listed(names)}; {_merged(tried, chosen)}{needs}", f"--to peft{flags}")]
+
+
 class Peft(Format):
     """`adapter_model.safetensors` and `adapter_config.json`."""
 
     name = "peft"
-    files = KnownFiles(needed=(CONFIG,))
+    discovery = _Discovery()
+    completion = _Completion()
+    presentation = _Presentation()
     targets = (TargetFormat.PEFT,)
-    takes_model_files = True
     model_only = True
 
     def writer(self, target: str) -> Writer:
@@ -89,28 +154,6 @@ class Peft(Format):
                 fix="leave out one",
             )
 
-    def base_model(self, request: ConvertRequest) -> str | None:
-        """The directory of `--base`."""
-        return request.options.peft.base
-
-    def completes(self, request: ConvertRequest) -> bool:
-        """True if the request merges an adapter, which needs the base model's weights."""
-        return request.options.peft.merge_adapter
-
-    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
-        """All but the model. The optimizer tells frozen parameters from others, if those are to be left out."""
-        return (Question.SCHEDULER, Question.GROUPS, Question.MEMBERS) if request.exclude_frozen else OF_TRAINING
-
-    def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
-        """The checkpoint with its adapter's configuration, or with the adapter merged."""
-        merges = self.completes(request)
-        if request.to not in self.targets and not merges:
-            return checkpoint
-        checkpoint = replace(checkpoint, model_files=adapter_files(checkpoint, request))
-        if not merges:
-            return checkpoint
-        return replace(merged(checkpoint, request, base), model_files={})
-
     def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
         """Refuse an adapter that PEFT would load in part: one of two factors, or a module that no target names.
 
@@ -138,32 +181,6 @@ class Peft(Format):
                 f"{len(modules)}, and PEFT loads no others: {listed(lost)}",
                 fix=f"name the directory with the run's own {CONFIG}: --model-files DIR",
             )
-
-    def left_out(self, checkpoint: Checkpoint) -> str | None:
-        """A note if the base model's weights are missing, because the run was saved without frozen parameters.
-
-        Source: transformers 5.23.0 `integrations/deepspeed.py` and `trainer.py` (Trainer saves PEFT models so).
-        """
-        if not lacks_base(checkpoint):
-            return None
-        return "the base model's weights are not in the checkpoint: it was saved without its frozen parameters"
-
-    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
-        """The export of an adapter. Runs without LoRA get no entry."""
-        names = adapter_names(adapter_parts(p.fqn for p in tried.checkpoint.parameters))
-        if not names:
-            return []
-        # Several adapters are exported one at a time.
-        chosen: dict[str, Any] = {"adapter": names[0]} if len(names) > 1 else {}
-        flags = f" --adapter {names[0]}" if chosen else ""
-        refusal = _refusal(tried, TargetFormat.PEFT, chosen)
-        needs = ""
-        if refusal is not None:
-            scaled = {**chosen, "lora_alpha": _ANY_ALPHA}
-            if _refusal(tried, TargetFormat.PEFT, scaled) is not None:
-                return [tried.impossible("peft", refusal)]
-            chosen, flags, needs = scaled, f"{flags} --model-files DIR", f"; {refusal.message}: {refusal.fix}"
-        return [tried.possible("peft", f"{listed(names)}; {_merged(tried, chosen)}{needs}", f"--to peft{flags}")]
 
 
 def _refusal(tried: DryRun, to: str, options: dict[str, Any]) -> ReshardError | None:

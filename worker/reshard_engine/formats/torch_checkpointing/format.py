@@ -27,7 +27,16 @@ from reshard_engine.containers.source_file import SourceFile, open_all, parse_js
 from reshard_engine.containers.torch_file import TorchFile, TreeTensors, open_torch_file, walk
 from reshard_engine.formats.carried import UNKNOWN, named
 from reshard_engine.formats.dtensors import WHOLE, Held, Part, RankFile, placed
-from reshard_engine.formats.format import DryRun, Format, Reader, ReadOptions, Writer, refuse_choices
+from reshard_engine.formats.format import (
+    Discovery,
+    DryRun,
+    Format,
+    Presentation,
+    Reader,
+    ReadOptions,
+    Writer,
+    refuse_choices,
+)
 from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
 from reshard_engine.formats.numbered import WEIGHTS_ALONE, Several, own_scheduler, shape_of
 from reshard_engine.formats.rank_optimizer import PARAMS, RankStates, ReadOptimizer, read_optimizer, states_of_rank
@@ -116,14 +125,12 @@ class TorchCheckpointingReader:
         return _Assembly(item_files(location, listing), options, location).checkpoint()
 
 
-class TorchCheckpointing(Format):
-    """Directories of torch_checkpointing."""
+class _Discovery(Discovery):
+    """The directories and files that are checkpoints of this format."""
 
-    name = "torch_checkpointing"
     readers: ClassVar[tuple[Reader, ...]] = (TorchCheckpointingReader(),)
     of_training = True
     takes_choices = True
-    targets = (TargetFormat.TORCH_CHECKPOINTING,)
     files = KnownFiles(
         entries=(METADATA,),
         suffixes=(f"{MODEL}_0.pt",),
@@ -134,17 +141,9 @@ class TorchCheckpointing(Format):
         """True for files of items of ranks: those of a model look like weights."""
         return holds_items(listing)
 
-    def writer(self, target: str) -> Writer:
-        """The writer of items of FSDP2's ranks."""
-        return TorchCheckpointingWriter()
 
-    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
-        """Files of the launch's ranks."""
-        return layout_of_ranks(self.targets[0], launch)
-
-    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
-        """True for files of as many ranks."""
-        return fits_ranks(checkpoint, wanted)
+class _Presentation(Presentation):
+    """The answers for people about checkpoints of this format."""
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Items of any number of ranks, for a checkpoint of the same kind."""
@@ -160,6 +159,27 @@ class TorchCheckpointing(Format):
         """The rank in a file's name."""
         number = file.rpartition(".")[0].rpartition("_")[2]
         return f"rank {int(number)}" if number.isdecimal() else ""
+
+
+class TorchCheckpointing(Format):
+    """Directories of torch_checkpointing."""
+
+    name = "torch_checkpointing"
+    discovery = _Discovery()
+    presentation = _Presentation()
+    targets = (TargetFormat.TORCH_CHECKPOINTING,)
+
+    def writer(self, target: str) -> Writer:
+        """The writer of items of FSDP2's ranks."""
+        return TorchCheckpointingWriter()
+
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+        """Files of the launch's ranks."""
+        return layout_of_ranks(self.targets[0], launch)
+
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True for files of as many ranks."""
+        return fits_ranks(checkpoint, wanted)
 
 
 # What one rank's file holds of an item.

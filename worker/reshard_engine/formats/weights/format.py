@@ -13,7 +13,7 @@ from reshard.errors import RequestError, SourceError, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.formats.format import DryRun, Format, Reader, Writer
+from reshard_engine.formats.format import Completion, Discovery, DryRun, Format, Presentation, Reader, Writer
 from reshard_engine.formats.model_card import check_card
 from reshard_engine.formats.model_weights import check_written, model_dtype
 from reshard_engine.formats.weight_files import (
@@ -31,17 +31,62 @@ from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.tensors.layout import KnownFiles
 
 
-class Weights(Format):
-    """Weights as `save_pretrained` and `torch.save` write them."""
+class _Discovery(Discovery):
+    """The directories and files that are checkpoints of this format."""
 
-    name = "weights"
     readers: ClassVar[tuple[Reader, ...]] = (SafetensorsReader(), TorchWeightsReader())
     files = KnownFiles(
         suffixes=(".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"),
         needed=("*.index.json", "model.safetensors", "pytorch_model.bin"),
     )
-    targets = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
+
+
+class _Completion(Completion):
+    """The checkpoint that a request means, in the terms of this format."""
+
     takes_model_files = True
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """All but the model. The optimizer tells frozen parameters from others, if those are to be left out."""
+        return (Question.SCHEDULER, Question.GROUPS, Question.MEMBERS) if request.exclude_frozen else OF_TRAINING
+
+    def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
+        """The checkpoint with the files of `--model-files`."""
+        if request.model_files is None or request.to not in Weights.targets:
+            return checkpoint
+
+        location = open_location(request.model_files, request.source.profile)
+        try:
+            files = read_model_files(location, model_dtype(checkpoint, request), unties=checkpoint.unties)
+        except SourceError as error:
+            if request.options.peft.merge_adapter and error.code == "source.not_found":
+                return checkpoint  # `--model-files` was given only for the adapter's configuration
+            raise
+        return replace(checkpoint, model_files=files)
+
+
+class _Presentation(Presentation):
+    """The answers for people about checkpoints of this format."""
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """Weights in either container."""
+        detail = "any type; without the frozen parameters" if tried.lacks_parameters else "any type"
+        for to in Weights.targets:
+            refusal = tried.refusal(to)
+            if refusal is None:
+                yield tried.possible(to, detail, f"--to {to}")
+            else:
+                yield tried.impossible(to, refusal)
+
+
+class Weights(Format):
+    """Weights as `save_pretrained` and `torch.save` write them."""
+
+    name = "weights"
+    discovery = _Discovery()
+    completion = _Completion()
+    presentation = _Presentation()
+    targets = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
     whole_models = True
     model_only = True
 
@@ -58,24 +103,6 @@ class Weights(Format):
         if request.to in self.targets:
             _refuse_file_name(request)
 
-    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
-        """All but the model. The optimizer tells frozen parameters from others, if those are to be left out."""
-        return (Question.SCHEDULER, Question.GROUPS, Question.MEMBERS) if request.exclude_frozen else OF_TRAINING
-
-    def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
-        """The checkpoint with the files of `--model-files`."""
-        if request.model_files is None or request.to not in self.targets:
-            return checkpoint
-
-        location = open_location(request.model_files, request.source.profile)
-        try:
-            files = read_model_files(location, model_dtype(checkpoint, request), unties=checkpoint.unties)
-        except SourceError as error:
-            if request.options.peft.merge_adapter and error.code == "source.not_found":
-                return checkpoint  # `--model-files` was given only for the adapter's configuration
-            raise
-        return replace(checkpoint, model_files=files)
-
     def check_names(self, place: Location, checkpoint: Checkpoint, request: ConvertRequest) -> None:
         """Refuse weights under names of wrapping modules, and weights without elements."""
         listing = place.store.list_directory(place.path)
@@ -87,16 +114,6 @@ class Weights(Format):
             parsed = parse_safetensors(file) if safe else parse_torch_weights(file, OpaqueLedger(OpaquePolicy.KEEP))
             shapes |= {tensor.name: tensor.shape for tensor in parsed.tensors}
         check_written(shapes, checkpoint, request)
-
-    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
-        """Weights in either container."""
-        detail = "any type; without the frozen parameters" if tried.lacks_parameters else "any type"
-        for to in self.targets:
-            refusal = tried.refusal(to)
-            if refusal is None:
-                yield tried.possible(to, detail, f"--to {to}")
-            else:
-                yield tried.impossible(to, refusal)
 
 
 def _check_quantization(request: ConvertRequest) -> None:

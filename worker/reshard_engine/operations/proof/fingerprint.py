@@ -268,7 +268,7 @@ class _State:
             for owner, entry in self._side.entries.items():
                 if entry.group is not None:
                     found["groups"] += (f"[{json.dumps(n)},{texts[entry.group]}]" for n in self._names[owner])
-        facts = format_of(checkpoint).run_facts(checkpoint)
+        facts = format_of(checkpoint).presentation.run_facts(checkpoint)
         beside = {name: value for name, value in facts.optimizer.items() if name not in facts.optional}
         for kind, values in (("state", facts.state or {}), ("optimizer", beside), ("module", checkpoint.extra_states)):
             for name, value in values.items():

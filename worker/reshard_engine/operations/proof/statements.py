@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from reshard.errors import IntegrityError, RequestError, SourceError, printable
-from reshard.local import install_line
+from reshard.extras import install_line
 from reshard.models.jobs import CastLoss, NotCarried
 from reshard.models.reports import Signing
 from reshard_engine.integrity.checksums import Sha256

@@ -448,7 +448,7 @@ def _prove_order_of_experts(engine: Any, layout: VirtualCheckpoint) -> None:
     """
     name = "use_data_before_expert_parallelism"
     ep, dp = _expert_ranks(engine), int(engine.seq_dp_world_size)
-    said = format_writing(TargetFormat.ZERO).settings_kept(layout.checkpoint).get(name, False)
+    said = format_writing(TargetFormat.ZERO).presentation.settings_kept(layout.checkpoint).get(name, False)
     if 1 < ep < dp and bool(engine._config.use_data_before_expert_parallel_) is not said:  # noqa: SLF001 - no other way
         word = "true" if said else "false"
         raise RequestError(
