@@ -164,7 +164,7 @@ def _plain_copy() -> None:
 
 
 def _conversion() -> None:
-    from reshard.local import load_engine
+    from reshard.engine import load_engine
     from reshard.models.jobs import ConvertRequest
 
     place = {"source": {"url": f"az://{_BOX}/run"}, "target": f"az://{_BOX}/ours-{os.getpid()}/tag"}

@@ -91,7 +91,7 @@ class _Traffic:
 
 
 def _convert(source: str, target: str, **options: Any) -> None:
-    from reshard.local import load_engine
+    from reshard.engine import load_engine
     from reshard.models.jobs import ConvertRequest
 
     place = {"source": {"url": f"s3://{_BUCKET}/{source}"}, "target": f"s3://{_BUCKET}/{target}"}
@@ -199,7 +199,7 @@ def _plain(target: str) -> _Traffic:
 
 def _worker(jobs: Sequence[str], latency_s: float) -> None:
     """Convert jobs one after another, once the word is given on stdin."""
-    from reshard.local import load_engine
+    from reshard.engine import load_engine
     from reshard_engine.storage.s3 import S3Store
 
     load_engine()

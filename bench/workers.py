@@ -60,7 +60,7 @@ LIMITS = {
 
 def _worker(request: Mapping[str, Any], number: int, count: int) -> None:
     """Convert on a sign from stdin; `count` is 0 for a plain conversion."""
-    from reshard.local import load_engine
+    from reshard.engine import load_engine
     from reshard.models.jobs import ConvertRequest
     from reshard.shared_work import SharedWork
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from reshard.api.plan_files import read_plan
     from reshard.choices import JobState, OpaquePolicy, TargetFormat, WeightDtype
     from reshard.draw.layout import Picture
+    from reshard.engine import VirtualCheckpoint
     from reshard.ensuring.call import direct, ensure
     from reshard.errors import (
         CODES,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
         verify,
         verify_sealed,
     )
-    from reshard.local import VirtualCheckpoint
     from reshard.models.jobs import (
         ConvertRequest,
         ConvertResult,
@@ -133,7 +133,7 @@ _HOME = {
     "AsyncClient": "reshard.api.async_client",
     "Client": "reshard.api.client",
     "Picture": "reshard.draw.layout",
-    "VirtualCheckpoint": "reshard.local",
+    "VirtualCheckpoint": "reshard.engine",
     "direct": "reshard.ensuring",
     "ensure": "reshard.ensuring",
     "read_plan": "reshard.api.plan_files",

@@ -15,9 +15,9 @@ from typing import Any, Unpack
 from reshard.api.wire import convert_request
 from reshard.choices import OpaquePolicy
 from reshard.declared import options_of_layout
+from reshard.engine import load_engine
 from reshard.errors import RequestError, printable
 from reshard.functions import layout_request, takes_keywords
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.models.keywords import ConversionKeywords, ConvertOptions
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from reshard.api.wire import convert_request
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.declared import Declared, options_of_target
+from reshard.engine import load_engine
 from reshard.errors import RequestError, printable
 from reshard.functions import layout_request, takes_keywords
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.models.keywords import ConvertOptions
 from reshard.option import size_of

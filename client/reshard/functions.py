@@ -16,9 +16,9 @@ from reshard.api.plan_files import read_plan, run_as_planned, save_plan
 from reshard.choices import TargetFormat
 from reshard.declared import Declared, declared_options, options_of_layout, options_of_source, present_names
 from reshard.draw.layout import Picture
+from reshard.engine import VirtualCheckpoint, load_client, load_engine
 from reshard.errors import SEE_HELP, JobError, RequestError, printable
-from reshard.installed_formats import nested, target_names
-from reshard.local import VirtualCheckpoint, load_client, load_engine
+from reshard.installed_formats import nested, options_of, target_names
 from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, VerifyReport
 from reshard.models.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
 from reshard.models.reports import (
@@ -33,7 +33,7 @@ from reshard.models.reports import (
     Signing,
 )
 from reshard.option import PathLike, parse_percent, read_rules
-from reshard.options import DeepSpeedOptions, Options, SourceSpec
+from reshard.options import Options, SourceSpec
 from reshard.progress import progress_of
 from reshard.shared_work import shared_work
 from reshard.wire_model import invalid
@@ -766,7 +766,7 @@ def _weights_only(states: str) -> bool:
 
 def _cuts_of(rules: PathLike | None, family: str | None) -> Options:
     """The options that say how tensor parallelism cut a checkpoint."""
-    return Options(deepspeed=DeepSpeedOptions(rules=None if rules is None else read_rules(Path(rules)), family=family))
+    return options_of({"rules": None if rules is None else read_rules(Path(rules)), "family": family})
 
 
 def _beside(spec: SourceSpec, tensor: str | None) -> LayoutPicture:

@@ -345,6 +345,11 @@ def former_layout() -> type[RunLayout]:
     return create_model("NativeLayout", __base__=RunLayout, __module__=__name__, **named)
 
 
+def options_of(given: Mapping[str, Any]) -> Options:
+    """The options of formats with these values, by the names of their keyword arguments; None is as if left out."""
+    return options_model().model_validate(nested(given).get("options", {}))
+
+
 def _places_by_keyword() -> dict[str, tuple[tuple[str, ...], FieldInfo]]:
     """The place and the field of every nested option, by its name and by its former names."""
     found = {name: ((*within, name), info) for name, (within, info) in option_fields().items()}

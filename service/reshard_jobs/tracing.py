@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Literal
 
-from reshard.local import install_line
+from reshard.extras import install_line
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -31,7 +31,8 @@ from reshard_service.metrics import ActivityCollector, Metrics
 from reshard_service.middleware import CountRequests, ReadBody, TraceRequests, require_plain_text
 from reshard_service.pages import job, lists, rendering, route, submit
 from reshard_service.pages.route import page_for_browser
-from reshard_service.probes.pool import LayoutEngines, Prober
+from reshard_service.probes.layout_engines import LayoutEngines
+from reshard_service.probes.prober import Prober
 from reshard_service.settings import ServiceSettings
 from reshard_service.webhooks.secrets import sealer_for
 from reshard_service.webhooks.sender import WebhookDeliverer, WebhookSender

@@ -11,8 +11,8 @@ from house.repository import ROOT
 from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from reshard.choices import JobState, RngPolicy, ZeroStage
+from reshard.engine import load_engine
 from reshard.errors import RequestError
-from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import DeepSpeedOptions, RunLayout, SourceSpec
 from servers.process import served

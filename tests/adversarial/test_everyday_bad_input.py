@@ -16,8 +16,8 @@ from house.conversions import convert
 from house.expected import raised
 from house.sources import copied_source
 from reshard.choices import OpaquePolicy, TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 

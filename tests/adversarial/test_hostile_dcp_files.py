@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from house.conversions import refused_conversion
 from house.requests import asked
 from laws.dcp_files import Save, Sharded, edit_metadata, read_metadata, save, torch_bytes
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.jobs import ConvertResult
 from reshard.options import SourceSpec
 

@@ -16,8 +16,8 @@ import torch
 from house.conversions import convert
 from house.sources import copied_source
 from reshard.choices import OpaquePolicy, ParamOrder, TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.pickles.emit import emit_pickle

@@ -78,7 +78,7 @@ def _answering(kind: str) -> Generator[str]:
 _LOOK = """
 import resource, sys
 from reshard.errors import ReshardError
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models import SourceSpec
 resource.setrlimit(resource.RLIMIT_CPU, (50, 50))
 try:

@@ -12,8 +12,8 @@ import torch
 
 from house.conversions import convert, refused_conversion
 from house.repository import DATA
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.options import SourceSpec
 
 MODEL = "mp_rank_00_model_states.pt"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from house.conversions import convert, refused_conversion
 from house.repository import DATA
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.options import SourceSpec
 
 INDEX = "model.safetensors.index.json"

@@ -12,8 +12,8 @@ from house.conversions import convert
 from house.requests import asked
 from house.sources import copied_source
 from reshard.choices import TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.storage.urls import canonical_url, is_within

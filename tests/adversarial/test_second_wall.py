@@ -19,7 +19,7 @@ from reshard.errors import ReshardError
 from reshard.models.jobs import ConvertRequest, Inspection
 from reshard.options import SourceSpec
 from reshard_jobs.limits import Roots
-from reshard_service.probes.pool import Prober, ProbeTimeout
+from reshard_service.probes.prober import Prober, ProbeTimeout
 from reshard_service.settings import ServiceSettings
 from reshard_worker.protocol import Command, Failure, parse_message
 

@@ -14,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 from house.waiting import wait_until
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.shared_work import SharedWork
 from reshard_engine.distributed.checks import CheckItem, Checks

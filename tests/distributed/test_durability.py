@@ -15,7 +15,7 @@ from checkpoints import write_zero_checkpoint
 
 from faults.os_faults import disturbed_calls
 from reshard.choices import TargetFormat
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard.shared_work import SharedWork

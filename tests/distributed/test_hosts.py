@@ -19,7 +19,7 @@ from distributed.test_workers import contents, numbered, plain, result, strays
 from house.measured import say
 from house.sources import zero_source
 from house.waiting import PATIENCE_S
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.storage.texts import FileTexts
 

@@ -21,8 +21,8 @@ from distributed.test_workers import contents, strays
 from house.measured import say
 from house.sources import zero_source
 from reshard.api.wire import convert_request
+from reshard.engine import load_engine
 from reshard.errors import SourceError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.distributed.checks import AGREEMENTS, FILES, GATHERING, SOURCE, CheckItem

@@ -19,7 +19,7 @@ from checkpoints import write_zero_checkpoint
 from house.measured import say
 from house.sources import zero_source
 from house.tiers import rest_full
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.stores import ObjectServer
 

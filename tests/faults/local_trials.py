@@ -15,8 +15,8 @@ from pathlib import Path
 from faults.judge import Outcome, Tree, difference, partial_result, strays
 from faults.os_faults import disturbed_calls
 from faults.small import name_of, small_request, sources_of
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.operations.conversion import Conversion

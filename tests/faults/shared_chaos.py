@@ -22,7 +22,7 @@ from house.requests import asked
 from house.waiting import PATIENCE_S
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.options import SourceSpec
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.faulty import FaultyProxy, Wrong

@@ -18,8 +18,8 @@ from house.expected import raised
 from house.measured import say
 from house.waiting import at_once
 from reshard.choices import TargetFormat, WeightDtype
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.options import SourceSpec
 from reshard_engine.storage.locations import serving

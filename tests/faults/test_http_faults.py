@@ -14,8 +14,8 @@ from faults.judge import Ledger, strays
 from faults.small import NAME
 from house.requests import asked
 from reshard.choices import TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.options import SourceSpec
 from servers.faulty import FaultyProxy, Wrong, faulty_proxy
 from servers.stores import ObjectServer

@@ -23,7 +23,7 @@ from house.seeds import run_seed
 from house.sources import zero_source
 from reshard.api.client import Client
 from reshard.choices import JobState
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from servers.process import ServerProcess
 from servers.proxy import logging_proxy
 from servers.stack import Stack, client_of, end_tree, runners_of, tree_of

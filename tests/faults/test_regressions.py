@@ -16,8 +16,8 @@ from faults.judge import strays
 from faults.small import EVERY_LAYOUT, NAME, OPTIONS, STEP, small_request
 from house.expected import raised, some
 from reshard.choices import TargetFormat, WeightDtype
+from reshard.engine import load_engine
 from reshard.errors import ReshardError, SourceError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.storage.local import LocalStore, kept_open

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from house.conversions import convert
 from house.repository import DATA
 from reshard.choices import TargetFormat, WeightDtype
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import SourceSpec
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from house.expected import raised
 from house.requests import asked
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertResult
 from reshard.options import SourceSpec
 

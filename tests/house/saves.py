@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from house.repository import DATA
+from reshard.engine import load_engine
 from reshard.ensuring.world import Wanted
-from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import SourceSpec
 

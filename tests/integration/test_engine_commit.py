@@ -20,8 +20,8 @@ from house.sources import zero_source
 from house.tiers import rest_full
 from house.waiting import PATIENCE_S, at_once
 from reshard.choices import TargetFormat, WeightDtype
+from reshard.engine import load_engine
 from reshard.errors import ReshardError, StorageError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
 from reshard_engine.execute.sinks.object_store import ObjectSink

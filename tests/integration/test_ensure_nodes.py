@@ -18,7 +18,7 @@ from checkpoints import write_zero_checkpoint
 import reshard
 from house.launchers import without_launchers
 from house.waiting import wait_until
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.s3 import S3Server
 
@@ -28,7 +28,7 @@ RANK = """
 import json, os, sys, time
 from reshard.cli.main import main
 from reshard.ensuring import call, converters, together
-from reshard.local import load_engine
+from reshard.engine import load_engine
 
 log, pause_s = os.environ["TEST_LOG"], float(os.environ["TEST_PAUSE_S"])
 together.LATE_S = float(os.environ.get("TEST_LATE_S", together.LATE_S))

@@ -14,9 +14,9 @@ from house.expected import raised
 from house.saves import same
 from laws.item_files import Items, save_items
 from laws.rank_files import World, save_accelerate, save_verl_run, small_model
+from reshard.engine import load_engine
 from reshard.ensuring import call, converters
 from reshard.errors import RequestError, SourceError, StorageError
-from reshard.local import load_engine
 from reshard.models.resume import RunLaunch
 from reshard.options import SourceSpec
 from servers.s3 import S3Server

@@ -21,8 +21,8 @@ from house.saves import DATA
 from house.tiers import rest_full
 from house.waiting import at_once
 from reshard.choices import TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.storage import gcs as gcs_module

@@ -24,8 +24,8 @@ import reshard
 from house.expected import refused
 from house.repository import ROOT
 from house.waiting import wait_until
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.options import SourceSpec
 from servers.hub import PART_BYTES, READER, Blob, Hub, hub_of_this_process

@@ -30,8 +30,8 @@ from house.database_time import let_pass
 from house.expected import raised
 from house.measured import say
 from house.waiting import PATIENCE_S, at_once, wait_until
+from reshard.engine import load_engine
 from reshard.errors import JobError, RequestError, ReshardError
-from reshard.local import load_engine
 from reshard.models.access import TenantSettings
 from reshard.models.jobs import ConvertRequest, Layout, LayoutRequest
 from reshard.options import RunLayout, SourceSpec
@@ -42,7 +42,7 @@ from reshard_jobs.queue.reaper import Reaper
 from reshard_jobs.queue.store import JobStore
 from reshard_jobs.settings import JobSettings
 from reshard_service.api.engine import MOST_RANGES, ranges_in
-from reshard_service.probes.pool import LayoutEngines
+from reshard_service.probes.layout_engines import LayoutEngines
 from reshard_service.probes.process import _serve  # pyright: ignore[reportPrivateUsage]
 from reshard_service.settings import ServiceSettings
 from servers.process import ServerProcess

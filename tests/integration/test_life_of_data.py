@@ -20,8 +20,8 @@ from house.expected import some
 from house.requests import asked
 from house.tiers import STORES, rest_full
 from reshard.choices import JobState, TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import JobError, RequestError, from_problem
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
 from reshard_engine.execute.sinks import leftovers

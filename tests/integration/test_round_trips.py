@@ -12,7 +12,7 @@ import pytest
 
 from house.requests import asked
 from reshard.choices import TargetFormat
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.operations.conversion import Conversion

@@ -19,8 +19,8 @@ from house.expected import raised
 from house.promises import command
 from house.saves import DATA
 from house.waiting import PATIENCE_S
+from reshard.engine import load_engine
 from reshard.errors import SourceError
-from reshard.local import load_engine
 from reshard_engine.storage.locations import open_location
 from servers.azure import sas_of
 from servers.stores import ObjectServer

@@ -13,8 +13,8 @@ from house.expected import raised
 from house.requests import asked
 from house.sources import zero_source
 from reshard.choices import ServerCopyPolicy, TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import JobError, ReshardError, SourceError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import RunLayout, SourceSpec
 from reshard_engine.integrity.manifest import parse_manifest

@@ -24,7 +24,7 @@ from reshard_jobs.database import Database
 from reshard_jobs.limits import Roots
 from reshard_jobs.queue.leases import Leases
 from reshard_jobs.queue.store import JobStore
-from reshard_service.probes.pool import Prober
+from reshard_service.probes.prober import Prober
 from reshard_service.settings import ServiceSettings
 from reshard_worker.child import Runners
 from reshard_worker.settings import WorkerSettings

@@ -19,8 +19,8 @@ from house.requests import asked, needed_by
 from house.seeds import run_seed
 from integrity.covered import covered_spans
 from reshard.choices import TargetFormat, VerifyLevel
+from reshard.engine import load_engine
 from reshard.errors import IntegrityError, ReshardError, SourceError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.options import SourceSpec
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from house.requests import asked
 from house.sources import zero_source
 from reshard.choices import ServerCopyPolicy, TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import IntegrityError, SourceError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import RunLayout, SourceSpec
 from reshard_engine.integrity.checksums import combine, without_prefix, without_suffix

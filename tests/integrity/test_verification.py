@@ -31,8 +31,8 @@ from house.requests import asked
 from integrity.covered import covered_spans
 from reshard.choices import TargetFormat, VerifyLevel, WeightDtype
 from reshard.cli.main import app
+from reshard.engine import load_engine
 from reshard.errors import IntegrityError, JobError, RequestError, ReshardError, SourceError, StorageError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.option import parse_percent
 from reshard.options import SourceSpec

@@ -13,7 +13,7 @@ from measure import Measured, measure
 
 from house.measured import say
 from reshard.choices import TargetFormat
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 

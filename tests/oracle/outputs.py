@@ -19,7 +19,7 @@ from torch import Tensor
 
 from house import conversions
 from oracle.truth import RawTensor
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.jobs import ConvertResult, NotCarried
 
 _WORDS = {

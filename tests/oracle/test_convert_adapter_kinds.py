@@ -23,8 +23,8 @@ from oracle.adapter_kinds import Kind, logits_of, model_of
 from oracle.launcher import Worlds
 from oracle.outputs import convert
 from reshard.choices import TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.options import SourceSpec
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import MemoryStore

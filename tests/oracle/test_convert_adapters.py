@@ -24,8 +24,8 @@ from oracle.fixtures import TrainedFactory
 from oracle.launcher import Worlds
 from oracle.outputs import cast, convert, raw, read_safetensors, tensor_of
 from oracle.truth import Truth
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.options import SourceSpec
 
 Run = Callable[..., Path]

@@ -17,8 +17,8 @@ from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import contents, convert, plain, read_safetensors, read_universal
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences
+from reshard.engine import load_engine
 from reshard.errors import SourceError
-from reshard.local import load_engine
 from reshard.options import SourceSpec
 
 # Nothing is lost in these shapes: the whole universal directory is as from the new one.

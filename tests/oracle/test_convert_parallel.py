@@ -34,8 +34,8 @@ from oracle.outputs import convert, load, plain, raw, read_safetensors
 from oracle.parallel_cases import AUTOEP_CASES, AUTOTP_CASES, EXPERTS, GPT_CASES, AutoEpCase, Layout
 from oracle.real_folders import load_any
 from oracle.truth import Resumed, differences
+from reshard.engine import load_engine
 from reshard.errors import RequestError, SourceError
-from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import RunLayout, SourceSpec
 

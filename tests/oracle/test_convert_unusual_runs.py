@@ -20,8 +20,8 @@ from oracle.launcher import WorldError
 from oracle.models import batch, build_model
 from oracle.outputs import convert, raw, read_safetensors
 from oracle.truth import Truth, differences
+from reshard.engine import load_engine
 from reshard.errors import RequestError, SourceError
-from reshard.local import load_engine
 from reshard.options import SourceSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -15,8 +15,8 @@ from oracle.dcp_cases import TITAN_FOLDER, is_here
 from oracle.dcp_driver import TIMEOUT_S
 from oracle.launcher import Worlds
 from oracle.outputs import read_safetensors
+from reshard.engine import load_engine
 from reshard.errors import RequestError
-from reshard.local import load_engine
 from reshard.options import SourceSpec
 
 pytestmark = pytest.mark.skipif(

@@ -29,7 +29,7 @@ from oracle.fixtures import TrainedFactory, TrainedOn
 from oracle.launcher import WorldError, Worlds
 from oracle.outputs import convert
 from oracle.truth import differences
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.reports import DifferenceKind, DiffOptions, DiffReport
 from reshard.options import SourceSpec
 

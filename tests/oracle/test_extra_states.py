@@ -21,8 +21,8 @@ from oracle.models import build_model
 from oracle.outputs import convert
 from oracle.truth import differences, meta_differences
 from reshard.choices import OpaquePolicy
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import SourceSpec
 

@@ -23,7 +23,7 @@ from oracle.outputs import contents, convert
 from oracle.parallel_cases import VOCAB, Layout, MegatronCase
 from oracle.truth import Resumed, Truth, differences, meta_differences
 from reshard.choices import VerifyLevel, WeightDecayGroups, ZeroStage
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import SourceSpec
 

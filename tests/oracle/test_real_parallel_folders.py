@@ -15,8 +15,8 @@ from oracle.outputs import Bag, convert, load, raw, tensor_of
 from oracle.real_folders import EXPECTED, PEER_UNREADABLE, atom, expected, facts, load_any, wrong_atoms
 from oracle.truth import RawTensor
 from reshard.choices import NameScheme, WeightDtype, ZeroStage
+from reshard.engine import load_engine
 from reshard.errors import RequestError, SourceError
-from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import RunLayout, SourceSpec
 

@@ -13,7 +13,7 @@ import torch
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from oracle.launcher import Worlds
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.jobs import SlimResult
 from reshard.options import SourceSpec
 

@@ -20,8 +20,8 @@ from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.launcher import WorldError
 from oracle.outputs import convert
+from reshard.engine import load_engine
 from reshard.errors import SourceError
-from reshard.local import load_engine
 from reshard.options import SourceSpec
 
 CASE = "z3_nvme"

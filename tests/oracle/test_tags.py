@@ -13,7 +13,7 @@ from house.promises import command
 from house.tiers import rest_full
 from oracle.conversions import agree
 from oracle.launcher import Worlds
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from servers.s3 import S3Server
 
 CASE = "z2_fp32"

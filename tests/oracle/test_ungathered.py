@@ -16,7 +16,7 @@ from house.conversions import refused_conversion
 from oracle.launcher import Worlds
 from oracle.outputs import convert, read_safetensors, tensor_of
 from oracle.truth import Truth
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.options import SourceSpec
 
 _WHOLE_ELEMENTS = 100

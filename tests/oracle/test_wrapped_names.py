@@ -22,7 +22,7 @@ from oracle.models import build_model
 from oracle.outputs import convert, raw, tensor_of
 from oracle.train import RESUME_SEED
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, Truth, differences
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.options import SourceSpec
 
 RUNS = {"model": Case("compiled", 2, "bf16", compiled="model"), "layers": Case("layers", 1, "bf16", compiled="layers")}

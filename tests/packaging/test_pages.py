@@ -19,9 +19,9 @@ import pytest
 import reshard
 from house.fixes import fixes
 from house.repository import ROOT, code_blocks
-from reshard import local
+from reshard import extras
 from reshard.cli.main import run
-from reshard.local import install_line
+from reshard.extras import install_line
 
 DOCS = ROOT / "docs"
 RUN = (
@@ -239,7 +239,7 @@ def test_the_line_names_the_clone_that_was_installed(
 )
 def test_without_the_clone_the_line_makes_one(note: object, monkeypatch: pytest.MonkeyPatch) -> None:
     words = line_of(note, monkeypatch)
-    assert words[:3] == ["git", "clone", local.REPOSITORY]
+    assert words[:3] == ["git", "clone", extras.REPOSITORY]
     assert words[3:] == ["&&", "pip", "install", "-c", "reshard/constraints.txt", "./reshard[worker]"]
 
 
@@ -250,4 +250,4 @@ def test_another_pip_on_the_path_is_not_taken(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_repository_is_that_of_the_package() -> None:
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"] == local.REPOSITORY
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"] == extras.REPOSITORY

@@ -16,8 +16,8 @@ from house.casts import BITS, PAIRS, elements
 from house.conversions import convert
 from reshard.choices import TargetFormat
 from reshard.cli.main import run
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import CastLoss, ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
 from reshard_engine.execute.casts.cast import Losses, NumpyCast, are_nan, losses_of

@@ -18,7 +18,7 @@ from oracle.conversions import target_of
 from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences
-from reshard.local import load_engine
+from reshard.engine import load_engine
 
 PLACE = "dlrover.python.elastic_agent.torch.ckpt_saver"
 

@@ -19,8 +19,8 @@ from house.launchers import without_launchers
 from house.repository import ROOT
 from house.sources import copied_source
 from recipes.stand_ins import DASK, RAY, SRUN
+from reshard.engine import load_engine
 from reshard.errors import CODES
-from reshard.local import load_engine
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 
 PAGE = ROOT / "docs" / "recipes" / "many-workers.md"

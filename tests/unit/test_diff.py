@@ -20,7 +20,7 @@ from laws.deepspeed_source import cases_of, rules_of
 from laws.universal_source import UniversalSource
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.cli.main import run
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.jobs import Progress
 from reshard.models.reports import DifferenceKind, DiffOptions, DiffReport, FingerprintOptions
 from reshard.options import SourceSpec

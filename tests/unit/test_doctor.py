@@ -12,8 +12,8 @@ import pytest
 
 from house.promises import command
 from house.repository import ROOT
-from reshard import local
-from reshard.local import SETTINGS
+from reshard import doctor
+from reshard.doctor import SETTINGS
 
 LINE = re.compile(r"(ok   |warn |fail ) [a-z ]{12} \S.*|  +fix: \S.*")
 
@@ -105,7 +105,7 @@ def test_a_service_that_does_not_answer_is_a_failure(monkeypatch: pytest.MonkeyP
 
 
 def test_a_full_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "disk_room", lambda _: (5, 1 << 40))
+    monkeypatch.setattr(doctor, "disk_room", lambda _: (5, 1 << 40))
     code, found = findings()
     assert (code, found["space"][0]["health"]) == (0, "warn")
 

@@ -21,11 +21,11 @@ from house.expected import raised
 from house.promises import command
 from house.saves import DATA, make_checkpoint, make_save, same, wanted
 from reshard.cli.main import run
+from reshard.engine import load_engine
 from reshard.ensuring import converters as _makers, local_checkpoints as _places
 from reshard.ensuring.call import Ensured, Outcome, ensured
 from reshard.ensuring.local_checkpoints import LocalSource, find_source, finished, place_companions
 from reshard.errors import RequestError, SourceError, StorageError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection
 from reshard.models.resume import RunLaunch
 from reshard.options import RunLayout, SourceSpec

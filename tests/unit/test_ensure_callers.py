@@ -22,6 +22,7 @@ from house.expected import raised, some
 from house.saves import DATA, make_checkpoint, make_save, same, wanted
 from house.waiting import wait_until
 from reshard.choices import EnsureWorkers, JobState, OpaquePolicy, WeightDtype
+from reshard.engine import load_engine
 from reshard.ensuring import converters as _converters
 from reshard.ensuring.converters import LocalConverter
 from reshard.ensuring.election import Election, Invitation, Records
@@ -29,7 +30,6 @@ from reshard.ensuring.local_checkpoints import finished
 from reshard.ensuring.together import SHARED_BYTES, Launch, Sharing
 from reshard.ensuring.world import visible_processes
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, StorageError, from_problem
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Job, Problem
 from reshard.models.resume import ResumeLayout, RunLaunch
 from reshard.options import RunLayout, SourceSpec
@@ -55,7 +55,7 @@ from pathlib import Path
 from reshard.ensuring import converters as _converters
 from reshard.ensuring.world import Wanted
 from reshard.ensuring import ensured
-from reshard.local import load_engine
+from reshard.engine import load_engine
 
 save, log, pause_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 engine = load_engine()

@@ -17,9 +17,9 @@ from house.megatron_runs import MegatronRun
 from house.promises import command
 from house.saves import same, wanted
 from reshard.choices import TargetFormat
+from reshard.engine import load_engine
 from reshard.ensuring.call import Outcome, ensured, loader_of
 from reshard.errors import RequestError, SourceError
-from reshard.local import load_engine
 from reshard.options import RunLayout, SourceSpec
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import MemoryStore

@@ -18,9 +18,9 @@ from house.saves import make_save, same, wanted
 from laws.item_files import Items, save_items
 from laws.rank_files import FSDP1, World, save_accelerate, save_verl_run, small_model
 from reshard.choices import TargetFormat
+from reshard.engine import load_engine
 from reshard.ensuring.call import Outcome, ensured
 from reshard.errors import RequestError, SourceError
-from reshard.local import load_engine
 from reshard.options import RunLayout, SourceSpec
 
 TWO = World((2,), ("fsdp",))

@@ -21,6 +21,7 @@ import reshard_engine.operations
 from house.expected import raised
 from reshard.cli.main import run
 from reshard.cli.remote import load_command
+from reshard.engine import load_engine
 from reshard.ensuring import local_checkpoints
 from reshard.errors import (
     CODES,
@@ -35,7 +36,6 @@ from reshard.errors import (
     from_problem,
     printable,
 )
-from reshard.local import load_engine
 from reshard_engine.execute.executor import StoppedError
 from reshard_engine.execute.sinks import local
 from reshard_engine.storage.local import translated

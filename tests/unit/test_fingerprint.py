@@ -23,8 +23,8 @@ from laws.dcp_layout import MESHES
 from laws.dcp_source import NESTED
 from reshard.choices import OpaquePolicy
 from reshard.cli.main import run
+from reshard.engine import load_engine
 from reshard.errors import JobError, SourceError
-from reshard.local import load_engine
 from reshard.models.reports import FingerprintOptions, FingerprintReport
 from reshard.options import SourceSpec
 from reshard_engine import local as engine_module

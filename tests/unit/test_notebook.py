@@ -17,7 +17,7 @@ import reshard
 from house.repository import ROOT
 from house.requests import asked
 from reshard.draw.notebook import MAX_ROWS
-from reshard.local import load_engine
+from reshard.engine import load_engine
 from reshard.models.jobs import (
     ConvertRequest,
     ConvertResult,

@@ -15,8 +15,8 @@ from house.conversions import convert
 from house.repository import ROOT
 from reshard import deepspeed
 from reshard.cli.main import run
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 
 SOURCE = ROOT / "tests" / "data" / "zero2_tiny"
 

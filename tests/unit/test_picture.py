@@ -25,8 +25,8 @@ from reshard.cli.main import app
 from reshard.cli.output import html_of, picture_lines
 from reshard.draw.layout import MAX_ROWS, STYLE, Part, Side, flows, range_label, render, rows_of, shown_axes, side_of
 from reshard.draw.marks import COLOURS
+from reshard.engine import load_engine
 from reshard.errors import RequestError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.models.keywords import ConvertOptions
 from reshard.models.reports import FileShare, LayoutPicture, Region, TensorPicture

@@ -24,7 +24,7 @@ from reshard_jobs.database import POSTGRES_TIMEOUTS, engine_of
 from reshard_jobs.limits import Roots
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app
-from reshard_service.probes.pool import FairTurns, Prober
+from reshard_service.probes.prober import FairTurns, Prober
 from reshard_service.settings import ServiceSettings
 
 NEVER_READY = "import os, signal, sys; open(sys.argv[1], 'w').write(str(os.getpid())); signal.pause()"

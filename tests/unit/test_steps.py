@@ -22,8 +22,8 @@ from house.expected import raised
 from house.promises import command
 from house.saves import DATA
 from house.tiers import rest_full
+from reshard.engine import load_engine
 from reshard.errors import RequestError, SourceError
-from reshard.local import load_engine
 from reshard.models.reports import PruneDecision, PrunePolicy, RunListing, RunStep
 from reshard.options import SourceSpec
 from reshard_engine.operations.runs import pruning

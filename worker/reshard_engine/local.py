@@ -11,13 +11,15 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from reshard.choices import OpaquePolicy, ReplicaPolicy, TargetFormat
+from reshard.doctor import Finding
+from reshard.engine import Engine, Loading, Mount, StateDicts
 from reshard.errors import RequestError, ReshardError, SourceError, printable
-from reshard.local import Finding, Loading, Mount, StateDicts, install_line
+from reshard.extras import install_line
 from reshard.models.jobs import (
     CleanReport,
     ConvertRequest,
@@ -124,16 +126,10 @@ def _planned(request: ConvertRequest) -> Conversion | Upload:
     return Conversion.prepare(request)
 
 
-class LocalEngine:
-    """The engine in this process. See `reshard.local.Engine`."""
+class LocalEngine(Engine):
+    """The engine in this process. `reshard.engine.Engine` says what its operations do."""
 
     def inspect(self, source: SourceSpec, *, compare: bool = False, launch: RunLaunch | None = None) -> Inspection:
-        """Describe the checkpoint. Foreign objects are listed and never refused, because nothing is written.
-
-        Raises:
-            RequestError: `request.invalid` for a launch that no run is.
-            SourceError: With `compare`, `checkpoint.disagreement`, or what a format knows of the cause.
-        """
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         place = open_location(source.url, source.profile)
         try:
@@ -151,26 +147,22 @@ class LocalEngine:
         return found.model_copy(update={"compared": len(checkpoint.agreements)}) if compare else found
 
     def format_at(self, directory: str) -> str | None:
-        """The name of the format that recognises a directory by its names; None if no format does."""
         found = recognised(open_location(directory, None))
         return None if found is None else found.name
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
-        """List what each file holds, or the files of one tensor (`NAME` or `NAME/STATE`)."""
         from reshard_engine.operations.layout_map import picture_of
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return picture_of(named_checkpoint(open_location(source.url, source.profile), source, ledger), tensor)
 
     def planned_pictures(self, request: ConvertRequest, tensor: str | None = None) -> LayoutPair:
-        """List what the files of the source hold, and what those of the target will hold."""
         from reshard_engine.operations.layout_map import planned_pictures
 
         return planned_pictures(_planned(request), tensor)
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
-        """Plan the conversion that `convert` would run."""
-        from reshard_engine.operations.conversion import pinned_files
+        from reshard_engine.operations.saved_plans import pinned_files
 
         conversion = _planned(request)
         plan, checkpoint = conversion.plan, conversion.checkpoint
@@ -197,24 +189,22 @@ class LocalEngine:
         )
 
     def open_layout(self, request: ConvertRequest, *, exact_crcs: bool, compare: bool) -> VirtualCheckpoint:
-        """Lay out the target that `convert` would write, and serve its files from the source."""
         from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 
         return VirtualCheckpoint.prepare(request, exact_crcs=exact_crcs, compare=compare)
 
     def mount(
         self,
-        layout: VirtualCheckpoint,
+        layout: Any,
         directory: str,
         *,
         allow_other: bool = False,
         on_error: Callable[[ReshardError], None],
     ) -> Mount:
-        """Show the files of a layout below a directory, by FUSE."""
         from reshard_engine.operations.virtual.mounting import mount
 
         # Layouts are those that `open_layout` of this engine made.
-        return mount(cast("Any", layout), directory, allow_other=allow_other, on_error=on_error)
+        return mount(layout, directory, allow_other=allow_other, on_error=on_error)
 
     def convert(
         self,
@@ -227,7 +217,6 @@ class LocalEngine:
         on_plan: Callable[[str, int], None] | None = None,
         abandoned: Collection[str] = (),
     ) -> ConvertResult:
-        """Run the conversion to its commit, alone or with other workers. Resumes an interrupted run of the same one."""
         from reshard_engine.operations.conversion import Conversion, Ownership
 
         if on_progress is not None:
@@ -266,7 +255,6 @@ class LocalEngine:
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> WorkShare:
-        """Run a part of a conversion that another process coordinates and commits."""
         from reshard_engine.operations.shared_conversion import help_convert
 
         if on_progress is not None:
@@ -280,7 +268,6 @@ class LocalEngine:
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> ConvertResult:
-        """Convert into a local directory that may exist: files of the same names are replaced, other files stay."""
         from reshard_engine.operations.into_directory import convert_into
 
         return convert_into(request, on_progress=on_progress, should_stop=should_stop)
@@ -295,7 +282,6 @@ class LocalEngine:
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> SlimResult:
-        """Rewrite a torch file, or all files of a directory, so that each storage is only as long as its tensors."""
         from reshard_engine.operations.cleaning import slim
 
         # Foreign objects are kept as data and never executed: the source contains them already.
@@ -313,28 +299,21 @@ class LocalEngine:
         return slim(request, on_progress=on_progress, should_stop=should_stop)
 
     def state_dicts(self) -> StateDicts:
-        """Return the loader of weights as torch tensors."""
         with _torch_wanted():
             from reshard_engine.operations import state_dicts
         return state_dicts
 
     def storage_reader(self, request: ConvertRequest, *, compare: bool) -> Any:
-        """Return a `StorageReader` of torch over the distributed checkpoint that the request asks for."""
         with _torch_wanted():
             from reshard_engine.operations.virtual.dcp_reader import reader
         return reader(request, compare=compare)
 
     def loading(self) -> Loading:
-        """Return what loads virtual checkpoints with frameworks."""
         with _torch_wanted():
             from reshard_engine.operations.virtual import loading
         return loading
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
-        """Read a target again and compare it with its manifest; with `sample`, only a random fraction of its bytes.
-
-        A directory without a manifest stands for the checkpoint that its `latest` names, as in `inspect` and `diff`.
-        """
         from reshard_engine.operations.verification import verify_target
 
         location = open_location(target, profile)
@@ -356,7 +335,6 @@ class LocalEngine:
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> DiffReport:
-        """Compare two checkpoints by logical tensor. Foreign objects are compared as data, never refused."""
         from reshard_engine.operations.diff import diff_checkpoints
 
         rules = rules_of(options.options)
@@ -373,7 +351,6 @@ class LocalEngine:
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FingerprintReport:
-        """Digest the state of a checkpoint. Foreign objects are digested as data, never refused."""
         from reshard_engine.operations.proof.fingerprint import fingerprint_of
 
         place, ledger = open_location(source.url, source.profile), OpaqueLedger(OpaquePolicy.KEEP)
@@ -389,32 +366,26 @@ class LocalEngine:
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> SealReport:
-        """Sign a statement about a checkpoint: its files and its state."""
         return _sealing().seal(source, signing, options, on_progress=on_progress, should_stop=should_stop)
 
     def push(self, directory: str, url: str, *, overwrite: bool = False) -> PushResult:
-        """Upload a local directory that a conversion wrote to the hub, by one commit."""
         return _uploading().push(directory, url, overwrite=overwrite)
 
     def verify_sealed(self, source: SourceSpec, certificates: Sequence[str], keys: Sequence[str]) -> SealCheck:
-        """Compare a checkpoint with its certificate: signature, chain, files and state."""
         return _sealing().verify_sealed(source, certificates, keys)
 
     def clean(
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
     ) -> CleanReport:
-        """Remove files that unfinished conversions into a target left; `idle`: the caller knows that none runs."""
         from reshard_engine.operations.cleaning import IDLE_S, clean_target
 
         idle_s = 0.0 if idle else IDLE_S
         return clean_target(open_location(target, profile), dry_run=dry_run, idle_s=idle_s)
 
     def steps(self, run: str, *, profile: str | None = None) -> RunListing:
-        """List the checkpoints of a run."""
         return steps_of(open_location(run, profile))
 
     def run_around(self, place: str, tag: str | None) -> RunListing | None:
-        """List the run around a checkpoint that cannot be used, if it has another complete one."""
         return run_around(open_location(place, None), tag)
 
     def prune(
@@ -428,20 +399,17 @@ class LocalEngine:
         profile: str | None = None,
         only: Collection[str] | None = None,
     ) -> PruneReport:
-        """Decide what goes of a run's checkpoints and, of the names in `only`, remove it."""
         policy = PrunePolicy(
             keep_last=keep_last, keep_every=keep_every, keep_sealed=keep_sealed, weights_only=weights_only
         )
         return prune(open_location(run, profile), policy, only=only)
 
     def checkup(self, places: Sequence[str], profile: str | None = None) -> Iterator[Finding]:
-        """Check libraries, credentials, GPU and places, one after the other."""
         from reshard_engine.operations.checkup import checkup
 
         return checkup(places, profile)
 
     def put_text(self, url: str, text: str) -> None:
-        """Write a small text, whole, as a file or into an object store."""
         write_text(open_location(url), text.encode())
 
     def discard(
@@ -452,7 +420,6 @@ class LocalEngine:
         idle_s: float = 0.0,
         keep_unfinished: bool = False,
     ) -> None:
-        """Remove the files that unfinished conversions into this target left, of these plans or of all."""
         from reshard_engine.operations.conversion import sink_for
 
         sink = sink_for(open_location(request.target, request.target_profile))

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 
 # Ties the life of a process to that of its parent.

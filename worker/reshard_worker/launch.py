@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from reshard.errors import RequestError
-from reshard.local import install_line
+from reshard.extras import install_line
 from reshard_jobs.logs import LEVEL_VARIABLE, as_json
 from reshard_jobs.queue.doorbell import DOORBELL_QUEUE
 from reshard_worker.alive import VARIABLE as ALIVE_VARIABLE, prepare

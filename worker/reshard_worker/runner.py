@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import BinaryIO, Literal
 
+from reshard.engine import Engine, load_engine
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, exhaustion_of, printable
-from reshard.local import Engine, install_line, load_engine
+from reshard.extras import install_line
 from reshard.models.jobs import Problem, Progress
 from reshard_engine.spans import EndSpan, listen
 from reshard_engine.storage.urls import confine

@@ -15,8 +15,8 @@ from reshard.choices import TokenScope
 from reshard.cli.flags import choice, signed
 from reshard.cli.help_pages import OPERATION, REMOTE, Commands, aligned, say, say_all
 from reshard.cli.local import JsonFlag
+from reshard.engine import load_client
 from reshard.errors import RequestError, counted, format_size, printable
-from reshard.local import load_client
 from reshard.option import parse_size
 
 if TYPE_CHECKING:

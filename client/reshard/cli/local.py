@@ -68,7 +68,9 @@ from reshard.cli.output import (
     report_lines,
     with_model_files,
 )
+from reshard.doctor import Finding, environment, machine, service
 from reshard.draw.layout import Picture, render
+from reshard.engine import load_engine
 from reshard.errors import (
     CODES,
     ExitCode,
@@ -80,7 +82,6 @@ from reshard.errors import (
     format_size,
     printable,
 )
-from reshard.local import Finding, environment, load_engine, machine, service
 from reshard.option import parse_percent
 from reshard.progress import progress_shown
 
@@ -637,9 +638,9 @@ def diff(
 
 
 def _options_of(cuts: CutFlags) -> Options:
-    from reshard.options import DeepSpeedOptions, Options
+    from reshard.installed_formats import options_of
 
-    return Options(deepspeed=DeepSpeedOptions(**cuts.values()))
+    return options_of(cuts.values())
 
 
 # The `fingerprint` command: digests of a checkpoint's state that do not depend on its layout.

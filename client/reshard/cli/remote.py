@@ -16,8 +16,9 @@ from reshard.cli.help_pages import GENERAL, JOB, OPERATION, REMOTE, Commands, hi
 from reshard.cli.job_tables import follow, log_line, whole_id
 from reshard.cli.local import JsonFlag, PlanFlag, QuietFlag, asked, planning_again, show_plan
 from reshard.cli.output import next_steps
+from reshard.engine import load_client
 from reshard.errors import RequestError, printable
-from reshard.local import install_line, load_client
+from reshard.extras import install_line
 
 if TYPE_CHECKING:
     from reshard.api.client import Client

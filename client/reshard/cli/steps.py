@@ -13,8 +13,8 @@ import typer
 from reshard.cli.flags import SourceFlags
 from reshard.cli.help_pages import GENERAL, HERE, SOURCE, TARGET, aligned, complain, hint, say
 from reshard.cli.local import JsonFlag, QuietFlag, TargetProfile, stoppable
+from reshard.engine import load_engine
 from reshard.errors import ExitCode, counted, format_size, printable
-from reshard.local import load_engine
 from reshard.progress import progress_shown
 
 if TYPE_CHECKING:

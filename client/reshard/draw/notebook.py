@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from reshard.draw.layout import Picture, render
 from reshard.draw.marks import markup
+from reshard.engine import load_engine
 from reshard.errors import ReshardError, counted, format_size
-from reshard.local import load_engine
 from reshard.models.jobs import (
     ConvertRequest,
     ConvertResult,

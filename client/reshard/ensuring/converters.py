@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.declared import given_options, options_of_ensure, options_of_source
+from reshard.engine import load_client, load_engine
 from reshard.errors import JobError, RequestError, ReshardError, printable
-from reshard.local import load_client, load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
 from reshard.models.resume import RunLaunch
 from reshard.options import SourceSpec

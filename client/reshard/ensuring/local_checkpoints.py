@@ -22,9 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from reshard.choices import INCOMPLETE, MANIFEST, POINTERS, RECORDS
+from reshard.engine import load_engine
 from reshard.errors import ReshardError, SourceError, StorageError, listed, printable, storage_code
 from reshard.installed_formats import OWN_ENTRY_POINTS, installed_formats
-from reshard.local import load_engine
 
 _MAX_POINTER_BYTES = 1_024
 _COPIED_BYTES = 16 << 20

@@ -30,7 +30,8 @@ from reshard_jobs.tenants.tokens import Tokens
 from reshard_service.auth import Identity, WrongTokens
 from reshard_service.doorbell import Doorbell
 from reshard_service.metrics import Metrics
-from reshard_service.probes.pool import LayoutEngines, Prober
+from reshard_service.probes.layout_engines import LayoutEngines
+from reshard_service.probes.prober import Prober
 from reshard_service.settings import ServiceSettings
 from reshard_service.webhooks.secrets import Sealer
 

@@ -42,7 +42,7 @@ from reshard_service.api.former_places import FormerPlacesRoute
 from reshard_service.api.jobs import accepted
 from reshard_service.api.problems import OF_SOURCES, problem_response, problems
 from reshard_service.auth import root_of
-from reshard_service.probes.pool import ProbeTimeout
+from reshard_service.probes.prober import ProbeTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from reshard_service.api.context import Canceller, Context, Reader, ServiceConte
 from reshard_service.api.former_places import FormerPlacesRoute
 from reshard_service.api.problems import problems
 from reshard_service.auth import root_of
-from reshard_service.probes.pool import Prober, ProbeTimeout
+from reshard_service.probes.prober import Prober, ProbeTimeout
 from reshard_service.settings import ServiceSettings
 
 # Checks of a submission: refuses a job if its problem can be found within seconds.

@@ -35,7 +35,7 @@ from reshard_service.api.problems import of_validation
 from reshard_service.pages.rendering import form_of, names_shown, placed, render
 from reshard_service.pages.route import PageRoute
 from reshard_service.pages.words import label_of, places_in
-from reshard_service.probes.pool import ProbeTimeout
+from reshard_service.probes.prober import ProbeTimeout
 
 # The form of a submission: its fields as a request, a request as its fields, and errors at their fields.
 

@@ -27,8 +27,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO
 
+from reshard.engine import VirtualCheckpoint, load_engine
 from reshard.errors import JobError, ReshardError, SourceError, as_text, exhaustion_of, printable
-from reshard.local import VirtualCheckpoint, load_engine
 from reshard.models.jobs import ConvertRequest, InspectRequest
 from reshard_engine.storage.urls import confine
 from reshard_engine.warm_process import die_with_parent, import_engine, limit_memory, next_command, open_reserve

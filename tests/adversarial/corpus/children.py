@@ -119,7 +119,7 @@ class Children:
 @cache
 def _engine() -> Any:
     # Once, in the warm process: the entry point is looked up in the files of every installed package.
-    from reshard.local import load_engine
+    from reshard.engine import load_engine
 
     return load_engine()
 

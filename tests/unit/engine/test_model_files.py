@@ -12,8 +12,8 @@ from house.conversions import convert
 from house.expected import raised
 from house.repository import ROOT
 from reshard.choices import TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertResult
 
 SOURCE = ROOT / "tests" / "data" / "zero2_tiny"

@@ -12,8 +12,8 @@ import pytest
 
 from house.repository import ROOT
 from reshard.choices import OpaquePolicy, TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import IntegrityError, JobError, SourceError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.containers.safetensors import safetensors_template

@@ -12,8 +12,8 @@ import pytest
 
 from house.requests import asked
 from reshard.choices import NameScheme, OpaquePolicy, TargetFormat
+from reshard.engine import load_engine
 from reshard.errors import RequestError, SourceError
-from reshard.local import load_engine
 from reshard.models.jobs import ConvertResult
 from reshard.models.reports import DifferenceKind, DiffOptions
 from reshard.options import SourceSpec

@@ -16,8 +16,8 @@ from hypothesis import given, settings, strategies as st
 
 from house.expected import raised
 from reshard.cli.main import run
+from reshard.engine import load_engine
 from reshard.errors import ReshardError
-from reshard.local import load_engine
 from reshard.models.jobs import SlimResult
 from reshard.options import SourceSpec
 

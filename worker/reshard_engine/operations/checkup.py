@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 
+from reshard.doctor import LEAST_FREE_BYTES, Finding, Health
 from reshard.errors import PROFILES_VARIABLE, ReshardError, counted, format_size, printable
-from reshard.local import LEAST_FREE_BYTES, Finding, Health, install_line
+from reshard.extras import install_line
 from reshard_engine.execute.casts.placing import DEVICE_VARIABLE, default_kernel
 from reshard_engine.execute.sinks.free_space import room_at
 from reshard_engine.storage.locations import WRITABLE, open_location, service_store

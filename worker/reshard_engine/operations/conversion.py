@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import time
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 
 from reshard.choices import RECORDS, OverflowPolicy, ServerCopyPolicy, VerifyLevel
 from reshard.errors import (
@@ -21,16 +19,13 @@ from reshard.errors import (
     SourceError,
     StorageError,
     counted,
-    listed,
     printable,
 )
 from reshard.models.jobs import (
     ConvertRequest,
     ConvertResult,
     FileEntry,
-    PinnedFile,
     Progress,
-    SavedPlan,
     SourceCheck,
 )
 from reshard_engine.checkpoint import Checkpoint
@@ -52,18 +47,18 @@ from reshard_engine.execute.server_copy import ServerCopier
 from reshard_engine.execute.sinks import sink_at
 from reshard_engine.execute.sinks.protocol import Sink
 from reshard_engine.formats.registry import check_request, known_files, laid_out
-from reshard_engine.formats.sources import pointed_tag
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
+from reshard_engine.operations.pointers import PointerMove, has_save_directory, pointer_move, refuse_earlier
 from reshard_engine.operations.requested import requested_checkpoint
+from reshard_engine.operations.saved_plans import explained, refuse_other_plan
 from reshard_engine.operations.verification import verify_target
 from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.spans import begin_span
-from reshard_engine.storage.local import translated
 from reshard_engine.storage.locations import WRITABLE_URLS, Location, open_location
-from reshard_engine.storage.protocol import join, parent_and_name, save_directory
+from reshard_engine.storage.protocol import parent_and_name, save_directory
 from reshard_engine.storage.urls import is_within, refuse_writing_outside, scheme_of
 from reshard_engine.tensors.layout import Pointer, TargetLayout
 
@@ -93,222 +88,6 @@ def finished_manifest(target: Location, plan: Plan) -> Manifest | None:
         return None
     files = tuple(f.model_copy(update={"pin": listing[f.path].pin}) for f in manifest.files)
     return manifest.model_copy(update={"files": files})
-
-
-# The pointer beside a target, such as `latest`: whether a conversion writes it, and what it named before.
-#
-# Runs resume from what the pointer names. So a target in the directory of a run changes the checkpoint that the run
-# resumes from; the user hears of it, and a move to an earlier step needs `--overwrite`. In a directory of no run,
-# such as the user's own, a pointer is a stray file, and would make the directory look like a run.
-
-_NUMBERED = re.compile(r"(\D*(?:step|iter|epoch|ckpt|checkpoint)\D*)(\d+)", re.IGNORECASE)
-"""A tag that begins with a word for progress and a number: `global_step100`, `step-100`, `checkpoint-100`."""
-_MOST_NEIGHBOURS = 1_000
-"""Names that are listed beside a target; an object store gives as many with one request."""
-_MOST_TAGS = 16
-"""Directories beside a target that are looked into."""
-
-
-@dataclass(frozen=True, slots=True)
-class PointerMove:
-    """A pointer that names another existing checkpoint until the conversion ends."""
-
-    pointer: str
-    directory: str
-    before: str
-    after: str
-    earlier: bool
-    """True if the target is certainly of an earlier step than the checkpoint that the pointer names."""
-
-    def __str__(self) -> str:
-        """The move as a warning."""
-        step = ", an earlier step" if self.earlier else ""
-        return (
-            f"{self.pointer}: {printable(self.before)} -> {printable(self.after)}{step} "
-            f"(without a tag, runs that load {printable(self.directory)} take the new one)"
-        )
-
-
-def has_save_directory(target: Location, pointer: Pointer) -> bool:
-    """True if the directory around a target is a save directory, in which a pointer belongs.
-
-    It is one if any of this holds:
-
-    - It has a pointer: `latest` or `latest_universal`.
-    - It holds nothing but the target, and is not the working directory. It may not exist yet.
-    - It holds another tag directory: its name has a word for progress and a number (`global_step100`), and it is a
-      checkpoint itself. Of a large directory any 1,000 names are considered, and 16 of those directories.
-
-    What unfinished conversions leave there does not count.
-    """
-    save, tag = _save_directory(target, pointer)
-    store, own, known = save.store, tag.partition("/")[0], known_files()
-    if any(store.stat(join(save.path, name)) is not None for name in (pointer.name, *known.pointers)):
-        return True
-    there = store.list_directory(save.path, most=_MOST_NEIGHBOURS)
-    names = (*there.by_name, *there.directories)
-    if all(name == own or (name.startswith(".") and RECORDS in name) for name in names):
-        return not _is_working_directory(save.url)
-    tags = [name for name in there.directories if name != own and _NUMBERED.match(name)][:_MOST_TAGS]
-    return any(known.holds_checkpoint(_names_in(save, name)) for name in tags)
-
-
-def _names_in(save: Location, name: str) -> list[str]:
-    there = save.store.list_directory(join(save.path, name), most=_MOST_NEIGHBOURS)
-    return [*there.by_name, *there.directories]
-
-
-def _is_working_directory(url: str) -> bool:
-    try:
-        with translated(url):
-            return os.path.samefile(url, os.curdir)
-    except SourceError as error:
-        if error.code != "source.not_found":
-            raise
-    return False
-
-
-def pointer_move(target: Location, pointer: Pointer | None, checkpoint: Checkpoint) -> PointerMove | None:
-    """The move of the pointer; None if it names nothing else that exists."""
-    if pointer is None:
-        return None
-    save, tag = _save_directory(target, pointer)
-    before = pointed_tag(save, pointer.name)
-    if before is None or before == tag:
-        return None
-    return PointerMove(pointer.name, save.url, before, tag, _is_earlier(before, tag, checkpoint.tag))
-
-
-def refuse_earlier(move: PointerMove | None, *, overwrite: bool) -> None:
-    """Refuse a move to an earlier step, after which a newer checkpoint would not be resumed from.
-
-    Raises:
-        RequestError: `request.target_exists`.
-    """
-    if move is None or overwrite or not move.earlier:
-        return
-    directory, before, after = printable(move.directory), printable(move.before), printable(move.after)
-    raise RequestError(
-        "request.target_exists",
-        f"`{move.pointer}` of {directory} names {before}, and {after} is of an earlier step: "
-        f"runs would resume from it and no longer from {before}",
-        fix=f"choose a target in another directory, such as {directory}_resharded/{after}, "
-        f"or add --overwrite (`{move.pointer}` will name {after})",
-        details={"pointer": move.pointer, "names": before},
-    )
-
-
-def _save_directory(target: Location, pointer: Pointer) -> tuple[Location, str]:
-    place = Location(target.store, pointer.directory(target.path), pointer.directory(target.url))
-    return place, pointer.tag
-
-
-def _is_earlier(before: str, after: str, tag: str | None) -> bool:
-    """True if both names count the same and the target's number is smaller; its own name tells more than its source's.
-
-    Names that do not count, such as `best` or `dp8`, have no order.
-    """
-    there = _NUMBERED.match(before)
-    for name in (after, tag or ""):
-        here = _NUMBERED.match(name)
-        if there and here and here[1] == there[1]:
-            return int(here[2]) < int(there[2])
-    return False
-
-
-# Saved plans: a request may name the plan that it must lead to. It is compared before anything is written.
-
-_MOST_NAMED = 256
-"""Files that the details of an error name, of each kind."""
-
-
-def pinned_files(plan: Plan) -> tuple[PinnedFile, ...]:
-    """The objects of the source with the pins that they have in a plan."""
-    return tuple(PinnedFile(name=n, part=k, size_bytes=s, pin=p) for n, k, s, p in plan.source["objects"])
-
-
-def refuse_other_plan(saved: SavedPlan | None, plan: Plan) -> None:
-    """Refuse a plan that does not write the bytes of the saved one.
-
-    Units may differ: they follow from the memory limit and the store.
-
-    Raises:
-        RequestError: `request.plan_changed`.
-    """
-    if saved is None or saved.content_digest == plan.content_digest:
-        return
-    if saved.source_digest != plan.source_digest:
-        raise _source_changed(saved, {(f.name, f.part): f for f in pinned_files(plan)})
-    here = version("reshard")
-    made = f"reshard {printable(saved.reshard_version, max_chars=64)}"
-    text = (
-        f"reshard {here} lays the target out in another way than {made}, with which the plan was made"
-        if saved.reshard_version != here
-        else f"the request is not the one that the plan was made for, or a package of a format is another one; {made}"
-    )
-    raise RequestError(
-        "request.plan_changed",
-        f"{text}, and the source is the same: the saved plan writes {saved.layout_digest[:12]}, and this one "
-        f"{plan.layout_digest[:12]}",
-        fix=_PLAN_AGAIN,
-        details={"saved": saved.content_digest, "now": plan.content_digest},
-    )
-
-
-_PLAN_AGAIN = "plan again, and look at the new plan: `reshard plan` with --out"
-
-
-def _source_changed(saved: SavedPlan, there: Mapping[tuple[str, int], PinnedFile], why: str = "") -> RequestError:
-    """The error that names the difference between the files of a saved plan and those that are there now."""
-    planned = {(f.name, f.part): f for f in saved.files}
-    both = planned.keys() & there.keys()
-    found = {
-        "gone": sorted(planned.keys() - there.keys()),
-        "new": sorted(there.keys() - planned.keys()),
-        "changed": sorted(key for key in both if planned[key] != there[key]),
-    }
-    said = [
-        f"{counted(len(keys), 'file')} {kind}: " + listed([_told(key, planned, there) for key in keys], most=4)
-        for kind, keys in found.items()
-        if keys
-    ]
-    text = "; ".join(said) if planned else "the plan does not name its files"
-    return RequestError(
-        "request.plan_changed",
-        f"the source has changed since the plan was made: {text}{why and f'; read now, it is refused: {why}'}",
-        fix=_PLAN_AGAIN,
-        details={kind: [printable(n) for n, _ in keys[:_MOST_NAMED]] for kind, keys in found.items()},
-    )
-
-
-def _told(key: tuple[str, int], *states: Mapping[tuple[str, int], PinnedFile]) -> str:
-    """A file with its sizes in the plan and now, where it has two."""
-    sizes = [state[key].size_bytes for state in states if key in state]
-    if len(sizes) < 2:
-        return key[0]
-    how = f"{sizes[0]:,} -> {sizes[1]:,} bytes" if sizes[0] != sizes[1] else "written again, as long as before"
-    return f"{key[0]} ({how})"
-
-
-def _explained(error: SourceError, request: ConvertRequest, source: Location) -> ReshardError:
-    """The error of a source that cannot be read any more: what has changed since its plan was saved, if that shows."""
-    if request.plan is None or not request.plan.files:
-        return error
-    place = source if request.source.tag is None else source.child(*request.source.tag.split("/"))
-    try:
-        there = {i.path.removeprefix(f"{place.path.rstrip('/')}/"): i for i in place.store.list_tree(place.path)}
-    except ReshardError:
-        return error
-    named = {f.name for f in request.plan.files}
-    # A file in several objects has other names there; those are not compared.
-    whole = {f.name for f in request.plan.files if f.part == 0} - {f.name for f in request.plan.files if f.part}
-    if not any(name in there for name in whole):
-        return error
-    found = {(n, 0): PinnedFile(name=n, size_bytes=there[n].size_bytes, pin=there[n].pin) for n in whole & there.keys()}
-    found |= {(f.name, f.part): f for f in request.plan.files if f.name in named - whole}
-    if found == {(f.name, f.part): f for f in request.plan.files}:
-        return error
-    return _source_changed(request.plan, found, f"{error.code}: {error.message}")
 
 
 # Conversions of a service: it records which plans its jobs may have begun to write, and gives some of them up.
@@ -447,7 +226,7 @@ class Conversion:
         try:
             checkpoint = requested_checkpoint(request, source)
         except SourceError as error:
-            raise _explained(error, request, source) from None
+            raise explained(error, request, source) from None
         _refuse_overlap(target, sink, checkpoint, wanted=request.to)
         layout = laid_out(checkpoint, request, name=save_directory(target.path, checkpoint.tag)[1])
         if layout.pointer is not None and request.pointer is not False:

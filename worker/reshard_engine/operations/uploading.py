@@ -35,7 +35,8 @@ from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.execute.sinks.protocol import CopyRead, Made, write_streamed
 from reshard_engine.formats.registry import known_files
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
-from reshard_engine.operations.conversion import overflow_warnings, refuse_other_plan, units_at_once
+from reshard_engine.operations.conversion import overflow_warnings, units_at_once
+from reshard_engine.operations.saved_plans import refuse_other_plan
 from reshard_engine.operations.virtual.checkpoint import VirtualCheckpoint
 from reshard_engine.plan.budget import peak_bytes
 from reshard_engine.plan.model import Chunk, Plan

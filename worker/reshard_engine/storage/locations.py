@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.errors import RequestError, ReshardError, SourceError, StorageError, listed, printable
-from reshard.local import install_line
+from reshard.extras import install_line
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.protocol import Listing, ObjectInfo, ServiceStore, Store, changed, join, refuse_unclear_path
 from reshard_engine.storage.urls import canonical_url, is_local, is_within, scheme_of

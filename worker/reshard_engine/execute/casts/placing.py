@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from reshard.errors import RequestError
-from reshard.local import install_line
+from reshard.extras import install_line
 from reshard.option import parse_size
 from reshard_engine.execute.casts.cast import CastKernel, Losses, NumpyCast, losses_of, may_lose
 from reshard_engine.execute.casts.rows import ByteArray, Column, Kind, Rows, copy_rows

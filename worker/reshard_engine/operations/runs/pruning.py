@@ -111,7 +111,7 @@ def _state_files(run: Location, name: str) -> tuple[list[ObjectInfo], str]:
     """
     place, ledger = run.child(*name.split("/")), OpaqueLedger(OpaquePolicy.KEEP)
     found = find_checkpoint(place, None)
-    if not found.format.of_training:
+    if not found.format.discovery.of_training:
         return [], "it holds weights alone"
     state = read_checkpoint(place, None, ledger)
     below = {i.path: i for f in state.files for i in f.objects if i.path.startswith(f"{place.path}/")}

@@ -354,7 +354,7 @@ def _step(
         "world": dict(read.world),
         "step": read.counters.steps,
         "complete": True,
-        "of_training": found.format.of_training,
+        "of_training": found.format.discovery.of_training,
         "best": (*seen.best, *(e for p in best_of_callbacks(read.client_state) for e in _entries(run, entries, p))),
     }
     return seen.model_copy(update=facts)

@@ -1,8 +1,7 @@
-"""Starts the processes in which the API lets the engine read: probes, and the engines of virtual layouts.
+"""The engines of virtual layouts: processes that serve the files of a target that nobody writes.
 
-A few probes run at a time, each with a deadline. A probe that answered is kept for the next request. An engine of a
-layout stays while the layout is used; the next use begins one again. While layouts are used, a process without a layout
-has imported the engine ahead of the next layout.
+An engine of a layout stays while the layout is used; the next use begins one again. While layouts are used, a process
+without a layout has imported the engine ahead of the next layout.
 """
 
 from __future__ import annotations
@@ -10,260 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
-import os
 import signal
 import socket
 from asyncio.subprocess import Process
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel
-
-from reshard.errors import JobError, RequestError, SourceError, from_problem
-from reshard.models.jobs import ConvertRequest, Inspection, PlanSummary
-from reshard.models.reports import LayoutPair
-from reshard.options import SourceSpec
+from reshard.errors import JobError, RequestError, SourceError
 from reshard_engine.warm_process import engine_memory_bytes
 from reshard_jobs.layouts import PlannedLayout, UsedLayout
-from reshard_jobs.limits import Roots
+from reshard_service.probes.prober import LONGEST_ANSWER_BYTES, end_process, environment, result_of, turn
 from reshard_service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
-
-_LONGEST_ANSWER_BYTES = 1 << 30
-
-
-class ProbeTimeout(Exception):  # noqa: N818 - names what happened
-    """The probe did not answer in time, so nothing is known of the checkpoint."""
-
-
-class PicturesAsked(BaseModel):
-    """A look at the layouts of a conversion, and at the parts of one tensor."""
-
-    request: ConvertRequest
-    tensor: str | None
-
-
-class Prober:
-    """Runs the engine's read-only calls in other processes."""
-
-    def __init__(self, settings: ServiceSettings) -> None:
-        self._settings = settings
-        self._turns = FairTurns(settings.probes)
-        self._kept: list[Process] = []
-
-    async def prepare(self) -> None:
-        """Start a probe ahead: the first caller need not wait for the engine's imports."""
-        if not self._kept:
-            self._kept.append(await self._start())
-
-    async def close(self) -> None:
-        """End the probes that wait."""
-        while self._kept:
-            await _end(self._kept.pop())
-
-    async def inspect(self, source: SourceSpec, *, tenant: str, roots: Roots, limit_s: float) -> Inspection:
-        """Describe the checkpoint. The probe opens nothing outside of the roots.
-
-        Raises:
-            ReshardError: Any error of the engine.
-            ProbeTimeout: It took longer than `limit_s`.
-        """
-        return Inspection.model_validate(await self._ask("inspect", source, limit_s, tenant=tenant, roots=roots))
-
-    async def plan(
-        self, request: ConvertRequest, *, tenant: str, roots: Roots, limit_s: float, queue_s: float = math.inf
-    ) -> PlanSummary:
-        """Plan the conversion. Raises the same errors as `inspect`; `ProbeTimeout` if none is free for `queue_s`, too.
-
-        A probe that is free is taken at once.
-        """
-        return PlanSummary.model_validate(
-            await self._ask("plan", request, limit_s, queue_s, tenant=tenant, roots=roots)
-        )
-
-    async def pictures(
-        self, request: ConvertRequest, tensor: str | None, *, tenant: str, roots: Roots, limit_s: float
-    ) -> LayoutPair:
-        """The layouts of a conversion's source and target. Raises the same errors as `inspect`."""
-        asked = PicturesAsked(request=request, tensor=tensor)
-        return LayoutPair.model_validate(await self._ask("pictures", asked, limit_s, tenant=tenant, roots=roots))
-
-    async def _ask(
-        self,
-        op: Literal["inspect", "plan", "pictures"],
-        body: BaseModel,
-        limit_s: float,
-        queue_s: float = math.inf,
-        *,
-        tenant: str,
-        roots: Roots,
-    ) -> Any:
-        refused = ProbeTimeout(f"no process was free for {queue_s:g} s")
-        try:
-            # The wait for a free slot counts, too, so that a busy service does not keep its callers longer.
-            async with asyncio.timeout(limit_s), self._turns.turn(tenant, queue_s, refused):
-                output, status = await self._run(op, body, roots, limit_s)
-        except TimeoutError as error:
-            raise ProbeTimeout(f"it took longer than {limit_s:g} s") from error
-        if status == -signal.SIGXCPU:
-            raise ProbeTimeout
-        try:
-            answer = json.loads(output)
-        except ValueError as error:
-            logger.warning("a probe ended with status %d and no answer", status)
-            raise JobError(
-                "internal.error",
-                "the process that read the checkpoint's metadata crashed",
-                fix="run `reshard inspect` on it and report the output",
-                details={"status": status},
-            ) from error
-        return _result_of(answer)
-
-    async def _run(self, op: str, body: BaseModel, roots: Roots, limit_s: float) -> tuple[bytes, int]:
-        limits = {"memory_bytes": self._settings.probe_memory_bytes, "cpu_s": math.ceil(limit_s) + 1}
-        places = {"roots": roots.urls, "write_roots": roots.writable}
-        asked = {"op": op, **limits, **places, "body": body.model_dump(mode="json")}
-        line = json.dumps(asked).encode() + b"\n"
-        kept = bool(self._kept)
-        output, status = await self._exchange(await self._ready(), line)
-        if not output and kept and status not in (-signal.SIGXCPU, 0):
-            # Something may have killed the probe while it waited. A request that kills a probe kills a new one, too.
-            output, status = await self._exchange(await self._ready(), line)
-        return output, status
-
-    async def _exchange(self, probe: Process, line: bytes) -> tuple[bytes, int]:
-        """Give a request to a probe; returns its answer, or nothing and the status with which it ended."""
-        output = b""
-        try:
-            stdin, stdout = _pipes(probe)
-            with suppress(ConnectionError):
-                stdin.write(line)
-                await stdin.drain()
-            output = await stdout.readline()
-            return output, 0 if output else await probe.wait()
-        finally:
-            if output.endswith(b"\n") and probe.returncode is None:
-                self._kept.append(probe)
-            else:
-                await asyncio.shield(_end(probe))
-
-    async def _ready(self) -> Process:
-        """A probe that waits for a request."""
-        while self._kept:
-            probe = self._kept.pop()
-            # After its answer: the child that gave it has ended.
-            if await _says_idle(probe) and probe.returncode is None:
-                return probe
-            await _end(probe)
-        probe = await self._start()
-        await _says_idle(probe)
-        return probe
-
-    async def _start(self) -> Process:
-        return await asyncio.create_subprocess_exec(
-            *self._settings.probe_command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,
-            limit=_LONGEST_ANSWER_BYTES,
-        )
-
-
-def _result_of(answer: Any) -> Any:
-    """The result in an answer of an engine's process; raises the error that it has instead."""
-    if "problem" in answer:
-        raise from_problem(answer["problem"])
-    return answer["result"]
-
-
-class FairTurns:
-    """Slots that the tenants share: a free slot goes to the waiting tenant that uses the fewest."""
-
-    def __init__(self, slots: int) -> None:
-        self._free = slots
-        self._used = Counter[str]()
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
-
-    @asynccontextmanager
-    async def turn(self, tenant: str, queue_s: float, refused: Exception) -> AsyncGenerator[None]:
-        """A slot for the length of the block; raises `refused` if the tenant gets none within `queue_s` seconds."""
-        mine = (tenant, asyncio.get_running_loop().create_future())
-        self._waiting.append(mine)
-        self._assign()
-        try:
-            try:
-                async with asyncio.timeout(None if math.isinf(queue_s) else queue_s):
-                    await mine[1]
-            except TimeoutError as error:
-                raise refused from error
-            yield
-        finally:
-            if mine in self._waiting:
-                self._waiting.remove(mine)
-            else:
-                self._free += 1
-                self._used[tenant] -= 1
-                self._assign()
-
-    def _assign(self) -> None:
-        while self._free and self._waiting:
-            # Of equal tenants, the first that waits.
-            tenant, slot = chosen = min(self._waiting, key=lambda one: self._used[one[0]])
-            self._waiting.remove(chosen)
-            self._free -= 1
-            self._used[tenant] += 1
-            if not slot.done():  # a caller that was cancelled gives its slot back as it ends
-                slot.set_result(None)
-
-
-@asynccontextmanager
-async def _turn(slots: asyncio.Semaphore, queue_s: float, refused: Exception) -> AsyncGenerator[None]:
-    """One of the slots, if one is free within `queue_s` seconds; else raises `refused`."""
-    try:
-        async with asyncio.timeout(None if math.isinf(queue_s) else queue_s):
-            await slots.acquire()
-    except TimeoutError as error:
-        raise refused from error
-    try:
-        yield
-    finally:
-        slots.release()
-
-
-def _environment() -> dict[str, str]:
-    # Limit malloc arenas and BLAS threads: both reserve address space, which is limited.
-    return {**os.environ, "MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-
-
-def _pipes(probe: Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
-    assert probe.stdin is not None
-    assert probe.stdout is not None
-    return probe.stdin, probe.stdout
-
-
-async def _says_idle(probe: Process) -> bool:
-    """True when a probe says that it waits. One for which nobody waits any more is ended: it may never say it."""
-    try:
-        return await _pipes(probe)[1].readline() == b"\n"
-    except asyncio.CancelledError:
-        await asyncio.shield(_end(probe))
-        raise
-
-
-async def _end(probe: Process) -> None:
-    """Kill a probe and the process of its request."""
-    if probe.returncode is None:
-        with suppress(ProcessLookupError):
-            os.killpg(probe.pid, signal.SIGKILL)
-    await probe.wait()
-
-
-# The engines of virtual layouts.
 
 _READ_BYTES = 256 << 10
 """Bytes of a response that this process holds at once, besides those in the buffers of sockets."""
@@ -310,7 +69,7 @@ class _LayoutProcess:
                 *settings.layout_command,
                 stdin=control.fileno(),
                 # A GPU would lift the limit on memory.
-                env={**_environment(), "RESHARD_DEVICE": "cpu"},
+                env={**environment(), "RESHARD_DEVICE": "cpu"},
                 start_new_session=True,
             )
 
@@ -353,7 +112,7 @@ class _LayoutProcess:
         self._control.close()
         self._started.cancel()
         with suppress(asyncio.CancelledError, OSError):
-            await _end(await self._started)
+            await end_process(await self._started)
 
 
 class _Engine:
@@ -459,7 +218,7 @@ class _Engine:
         return await self._plan_in(self._process)
 
     async def _plan_in(self, process: _LayoutProcess) -> PlannedLayout:
-        reader, writer = await process.call(self._asked(), _LONGEST_ANSWER_BYTES)
+        reader, writer = await process.call(self._asked(), LONGEST_ANSWER_BYTES)
         try:
             return PlannedLayout.model_validate(await self._answer(reader))
         finally:
@@ -482,7 +241,7 @@ class _Engine:
             raise EngineDied from error
         if not line.endswith(b"\n"):
             raise EngineDied
-        return _result_of(json.loads(line))
+        return result_of(json.loads(line))
 
 
 class LayoutEngines:
@@ -514,7 +273,7 @@ class LayoutEngines:
         """
         for last in (False, True):
             queue_s = self._settings.layout_queue_s
-            async with self._engine(layout) as engine, _turn(engine.reads, queue_s, _busy()):
+            async with self._engine(layout) as engine, turn(engine.reads, queue_s, _busy()):
                 try:
                     reader, writer = await engine.ask(path, offset, length)
                 except EngineDied as error:

@@ -1,4 +1,4 @@
-"""The only place where the slim client finds the engine; what installs what is missing; and checks of this machine.
+"""The engine as the slim client sees it: its operations, how it is loaded, and what a user does without it.
 
 The package without extras brings no engine. With the `worker` extra's dependencies the entry point
 `reshard.engine` loads; without them the user is told what to install.
@@ -6,30 +6,21 @@ The package without extras brings no engine. With the `worker` extra's dependenc
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import shlex
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from difflib import get_close_matches
-from enum import StrEnum
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self, cast
-from urllib.parse import unquote, urlsplit
 
-from reshard.errors import RequestError, ReshardError, format_size, printable
+from reshard.errors import RequestError
+from reshard.extras import install_line
 
 if TYPE_CHECKING:
     from threading import Event
 
     from reshard.api.client import Client
     from reshard.choices import WeightDtype
+    from reshard.doctor import Finding
+    from reshard.errors import ReshardError
     from reshard.models.jobs import (
         CleanReport,
         ConvertRequest,
@@ -60,45 +51,6 @@ if TYPE_CHECKING:
     from reshard.models.resume import RunLaunch
     from reshard.options import Options, SourceSpec
     from reshard.shared_work import SharedWork
-
-
-# The command that installs this package again with another extra: what a `fix` names where an extra is missing.
-#
-# The package is on no index, so the command names the clone from which it was installed, and the exact versions of that
-# clone's `constraints.txt`: without them, pip takes a torch that no test has seen, with gigabytes of CUDA libraries.
-
-REPOSITORY = "https://github.com/reshard/reshard"
-
-
-def install_line(extra: str) -> str:
-    """Say how to install `extra` into the environment of this process, in one line for a POSIX shell.
-
-    It names the directory from which pip installed this package, if that is still there, and else a new clone. pip
-    notes the directory in `direct_url.json` (PEP 610; its specification as of November 2025).
-    """
-    found = shutil.which("pip")
-    ours = found is not None and Path(found).parent == Path(sys.executable).parent
-    pip = "pip" if ours else f"{shlex.quote(sys.executable)} -m pip"
-    source = _directory()
-    if source is None:
-        return f"git clone {REPOSITORY} && {pip} install -c reshard/constraints.txt './reshard[{extra}]'"
-    directory, editable = source
-    what = shlex.quote(f"{directory}[{extra}]")
-    return f"{pip} install -c {shlex.quote(f'{directory}/constraints.txt')} {'-e ' if editable else ''}{what}"
-
-
-def _directory() -> tuple[Path, bool] | None:
-    """The clone that this package was installed from, and whether its files are used where they are."""
-    # Every command imports this module, and reading the metadata of packages takes longer than the start of one.
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    try:
-        noted = json.loads(distribution("reshard").read_text("direct_url.json") or "null")
-        directory = Path(unquote(urlsplit(str(noted["url"])).path))
-        editable = bool(noted["dir_info"].get("editable"))
-    except (PackageNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return (directory, editable) if (directory / "constraints.txt").is_file() else None
 
 
 ENTRY_POINT_GROUP = "reshard.engine"
@@ -282,7 +234,12 @@ class Engine(Protocol):
     def inspect(self, source: SourceSpec, *, compare: bool = False, launch: RunLaunch | None = None) -> Inspection:
         """Describe a checkpoint, from its metadata only; with `compare`, after comparing what must agree in it.
 
-        With `launch`, it also says what that run loads: the checkpoint as it is, or which conversion of it.
+        With `launch`, it also says what that run loads: the checkpoint as it is, or which conversion of it. Foreign
+        objects are listed and never refused, because nothing is written.
+
+        Raises:
+            RequestError: `request.invalid` for a launch that no run is.
+            SourceError: With `compare`, `checkpoint.disagreement`, or what a format knows of the cause.
         """
         ...
 
@@ -407,7 +364,10 @@ class Engine(Protocol):
         ...
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
-        """Read a target again and compare it with its manifest; with `sample`, only a random fraction of its bytes."""
+        """Read a target again and compare it with its manifest; with `sample`, only a random fraction of its bytes.
+
+        A directory without a manifest stands for the checkpoint that its `latest` names, as in `inspect` and `diff`.
+        """
         ...
 
     def diff(
@@ -419,7 +379,10 @@ class Engine(Protocol):
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> DiffReport:
-        """Compare two checkpoints by logical tensor, whatever their layouts and formats; nothing is written."""
+        """Compare two checkpoints by logical tensor, whatever their layouts and formats; nothing is written.
+
+        Foreign objects are compared as data, never refused.
+        """
         ...
 
     def fingerprint(
@@ -430,7 +393,10 @@ class Engine(Protocol):
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FingerprintReport:
-        """Digest the state of a checkpoint, whatever its layout and format; nothing is written."""
+        """Digest the state of a checkpoint, whatever its layout and format; nothing is written.
+
+        Foreign objects are digested as data, never refused.
+        """
         ...
 
     def seal(
@@ -456,7 +422,10 @@ class Engine(Protocol):
     def clean(
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
     ) -> CleanReport:
-        """Remove files that unfinished conversions into a target left, unless a process still uses them."""
+        """Remove files that unfinished conversions into a target left, unless a process still uses them.
+
+        With `idle` the caller knows that none does.
+        """
         ...
 
     def steps(self, run: str, *, profile: str | None = None) -> RunListing:
@@ -537,118 +506,3 @@ def load_client() -> type[Client]:
 
 def _without_engine() -> str:
     return f"{install_line('worker')}; or use a service: export RESHARD_URL=http://host:8000 and `reshard submit`"
-
-
-# Checks of this machine for `reshard doctor`: what each found, and what to do about it.
-
-LEAST_FREE_BYTES = 1 << 30
-_LEAST_OPEN_FILES = 1024
-SETTINGS = tuple(f"RESHARD_{name}" for name in (
-    "ADMISSION_QUEUE_S", "ADMISSION_S", "ALIVE", "ALLOWED_HOSTS", "ANONYMOUS", "BODY_S", "BROKER_URL", "DATABASE_URL",
-    "DEVICE", "DEVICE_MEMORY", "DISABLE_PROGRESS_BARS", "ENGINE_MEMORY", "HEAD_S", "HEARTBEAT_S", "HOST_ID",
-    "INSPECTION_S", "KEEP_AUDIT_S", "KEEP_DELIVERIES_S", "KEEP_EVENTS_S", "KEEP_FAILED_S", "KEEP_JOBS_S",
-    "KEEP_KEYS_S", "KEEP_LAYOUTS_S", "KEY_PASSPHRASE", "LAYOUT_ENGINES", "LAYOUT_IDLE_S", "LAYOUT_PLAN_S",
-    "LAYOUT_RANKS", "LAYOUT_READS", "LEASE_S", "LOG_FORMAT", "LOG_LEVEL", "MAX_MEMORY_BYTES", "MAX_THREADS",
-    "MAX_WORKERS", "OIDC_AUDIENCE", "OIDC_ISSUER", "OIDC_JWKS_URL", "OIDC_SCOPE_CLAIM", "OIDC_TENANT_CLAIM",
-    "PICKLE_NODE_BYTES", "PICKLE_OPCODES", "PICKLE_STREAM_BYTES", "PLANNING_LIMIT_S", "PROFILES", "QUARANTINE_S",
-    "REAPER_S", "RETRY_DELAY_S", "ROOTS", "ROOT_PATH", "RUNNER_COMMAND", "RUNNER_STAYS", "SHARE_BYTES",
-    "SHUTDOWN_GRACE_S", "SIGNING_KEY", "SIGNING_PUBLIC_KEY", "TOKEN", "TRACEBACK", "TRUSTED_PROXIES", "URL", "VERIFY",
-    "WARM_ENGINE", "WEBHOOK_HTTP", "WEBHOOK_KEYS", "WEBHOOK_NETWORKS",
-))  # fmt: skip
-"""Every variable of the environment that some part of reshard reads."""
-
-
-class Health(StrEnum):
-    """The outcomes of a check."""
-
-    OK = "ok"
-    WARN = "warn"
-    """Works, but not as well as it could, or something looks like a mistake."""
-    FAIL = "fail"
-    """Commands that need this will fail."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The outcome of one check."""
-
-    subject: str
-    health: Health
-    text: str
-    fix: str = ""
-    code: str = ""
-    """The code of the error that a command would end with."""
-
-    @classmethod
-    def of_error(cls, subject: str, error: ReshardError) -> Finding:
-        """The finding of a check that ended with an error."""
-        return cls(subject, Health.FAIL, f"{error.code}: {error.message}", error.fix, error.code)
-
-
-def machine() -> Iterator[Finding]:
-    """Check interpreter, processor, open files and free space."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    system = f"{platform.system()} {platform.machine()}, {cores} {'core' if cores == 1 else 'cores'}"
-    yield Finding("python", Health.OK, f"{platform.python_version()} at {printable(sys.executable)}, {system}")
-    yield from _open_files()
-    places = dict.fromkeys((os.getcwd(), tempfile.gettempdir()))
-    yield from (_space(place) for place in places)
-
-
-def environment(environ: Mapping[str, str]) -> Finding:
-    """Check the names of settings: a name that nothing reads is ignored without a word everywhere else."""
-    given = sorted(name for name in environ if name.startswith("RESHARD_"))
-    unknown = [name for name in given if name not in SETTINGS]
-    if unknown:
-        close = get_close_matches(unknown[0], SETTINGS, n=1)
-        fix = f"rename it: export {close[0]}=..." if close else f"unset {unknown[0]}"
-        return Finding("settings", Health.WARN, f"nothing reads {printable(unknown[0])}", fix)
-    return Finding("settings", Health.OK, ", ".join(given) or "no RESHARD_ variable is set: the defaults hold")
-
-
-def service(environ: Mapping[str, str]) -> Finding:
-    """Check that the service of RESHARD_URL answers and takes the token."""
-    url = environ.get("RESHARD_URL", "")
-    if not url:
-        return Finding("service", Health.OK, "RESHARD_URL is not set: commands work on this machine, without a service")
-    try:
-        with load_client()(timeout_s=5.0, retries=0) as client:
-            workers = client.workers()
-    except ReshardError as error:
-        return Finding.of_error("service", error)
-    count = len(workers)
-    if not count:
-        fix = "start one: reshard worker"
-        return Finding("service", Health.WARN, f"{printable(url)} answers and takes the token, but has no worker", fix)
-    noun = "worker" if count == 1 else "workers"
-    return Finding("service", Health.OK, f"{printable(url)} answers and takes the token; {count} {noun}")
-
-
-def _space(place: str) -> Finding:
-    try:
-        free_bytes, total_bytes = disk_room(place)
-    except OSError as error:
-        return Finding("space", Health.WARN, f"{printable(place)}: {error.strerror}")
-    text = f"{format_size(free_bytes)} of {format_size(total_bytes)} free in {printable(place)}"
-    if free_bytes < LEAST_FREE_BYTES:
-        return Finding("space", Health.WARN, text, "free space there; `reshard plan` says what a target needs")
-    return Finding("space", Health.OK, text)
-
-
-def disk_room(place: str) -> tuple[int, int]:
-    """Bytes that this user may still write at a place, and all bytes of its file system."""
-    found = os.statvfs(place)
-    # Root may write the blocks that are reserved for it.
-    blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
-    return blocks * found.f_frsize, found.f_blocks * found.f_frsize
-
-
-def _open_files() -> Iterator[Finding]:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _LEAST_OPEN_FILES:
-        most = min(hard, 65_536) if hard > 0 else 65_536
-        yield Finding("open files", Health.WARN, f"at most {soft}; a wide checkpoint needs more", f"ulimit -n {most}")
