@@ -461,9 +461,9 @@ def test_a_hugging_face_trainer_checkpoint_resumes(run: Trained, oracle: Oracle,
 
 def test_a_trainer_output_folder_is_not_a_checkpoint(run: Trained, tmp_path: Path) -> None:
     nested(run, tmp_path / "output" / "checkpoint-3", "global_step3")
-    error = raised(SourceError, convert, tmp_path / "output", tmp_path / "out", "safetensors")
-    assert error.code == "source.unknown_kind"
-    assert "checkpoint-3" in str(error)
+    error = raised(RequestError, convert, tmp_path / "output", tmp_path / "out", "safetensors")
+    assert error.code == "request.run_directory"
+    assert f"{tmp_path}/output/checkpoint-3" in error.fix
 
 
 def test_an_accelerate_folder(run: Trained, tmp_path: Path) -> None:

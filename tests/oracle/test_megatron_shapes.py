@@ -232,7 +232,7 @@ def test_padding_of_another_size_is_said(
 ) -> None:
     run, case = trained(TWO_GROUPS, CUT), replace(TWO_GROUPS, pad_to=pad_to)
     layout = Layout(tp=2, dp=1)
-    options = {"layout": _layout(case, layout, vocab_divisor=pad_to), "verify": VerifyLevel.FULL}
+    options = {**_layout(case, layout, vocab_divisor=pad_to), "verify": VerifyLevel.FULL}
     result = convert(run.dir, tmp_path / "to" / run.tag, "zero", **options)
     assert _says(result.warnings, said)
     assert _says(result.warnings, "softmax")

@@ -184,7 +184,7 @@ def test_ranks_with_three_digits(kind: str, tmp_path: Path) -> None:
     else:
         shapes = {"up.weight": ((MANY, 2), Part("column", 0)), "down.weight": ((2, 2 * MANY), Part("row", 0))}
         model = seeded_model(shapes, piped=False, layers=1, told=False)
-        ranks, back = Ranks(MANY, (0,), DataRanks(1, 1)), RunLayout(dp=1, tp=MANY)
+        ranks, back = Ranks(MANY, (0,), DataRanks(1, 1)), {"dp": 1, "tp": MANY}
     ParallelWriter(model, ranks, tmp_path / "from").write()
     source = tmp_path / "from" / ranks.data.tag
     assert _numbers(source) == list(range(MANY))
