@@ -76,9 +76,12 @@ class Option:
     ensure: str | None = None
     """The words for the default of `ensure`, if that has the option; empty for the same default as here."""
     digested: str = ""
-    """The name in digests, which stays when an option of a format is renamed; by default that of the field. `FORMAT.NAME`
-    for an option that is neutral now: digests have it among the options of that format, and so had requests of 0.1.0.
-    Other options of the conversion, and those of a source, are in digests by their fields: they cannot be renamed."""
+    """The name in digests, which stays when an option of a format is renamed; by default that of the field.
+
+    `FORMAT.NAME` for an option that is neutral now: digests have it among the options of that format, and so had
+    requests of 0.1.0. Other options of the conversion, and those of a source, are in digests by their fields: they
+    cannot be renamed.
+    """
 
 
 def option_of(info: FieldInfo) -> Option:
