@@ -30,7 +30,7 @@ TRAINING_ONLY = "weights hold no training state"
 
 
 def _native(source: Path, target: Path, stage: Stage, world: int, *, opaque: str = "keep") -> Any:
-    return convert(source, target, "zero", layout={"dp": world, "zero_stage": str(stage)}, opaque=OpaquePolicy(opaque))
+    return convert(source, target, "zero", dp=world, zero_stage=str(stage), opaque=OpaquePolicy(opaque))
 
 
 @pytest.mark.parametrize(
