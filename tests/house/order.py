@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from math import fsum
 
 import pytest
 from shares import Shares
@@ -20,7 +21,8 @@ def longest_first(items: list[pytest.Item], shares: Shares) -> None:
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0].removeprefix("tests/"), []).append(item)
     seconds = {
-        file: sum(shares.seconds_of(unit) for unit in {shares.unit_of(item.nodeid) for item in tests})
+        # A set has another order in each process, and a plain sum another last bit.
+        file: fsum(shares.seconds_of(unit) for unit in {shares.unit_of(item.nodeid) for item in tests})
         for file, tests in files.items()
     }
     by_length = sorted(files, key=lambda file: (-seconds[file], file))
