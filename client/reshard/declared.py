@@ -16,6 +16,7 @@ from reshard.errors import RequestError, listed
 from reshard.installed_formats import former_names, known_targets, option_fields, plain_kind
 from reshard.option import Option, Place, Section, option_of
 from reshard.options import ConversionOptions, SourceChoices, SourceSpec
+from reshard.targets import options_of_others
 from reshard.wire_model import said_of
 
 if TYPE_CHECKING:
@@ -164,8 +165,7 @@ def options_of_layout() -> dict[str, Declared]:
 
 def options_of_target(name: str) -> dict[str, Declared]:
     """The options that decide the bytes of one target: those that it takes, and those that every target takes."""
-    targets = known_targets()
-    of_others = {o for known in targets.values() for o in known.options} - {*targets[name].options}
+    of_others = options_of_others(name, known_targets())
     return {name: option for name, option in options_of_layout().items() if name not in of_others}
 
 
@@ -188,9 +188,11 @@ def refuse_options_of_others(request: ConvertRequest) -> None:
     """
     targets = known_targets()
     target = targets[request.to]
-    of_some = {name for known in targets.values() for name in known.options}
-    given = {option.name: option for option, _ in given_options(request)}
-    wrong = [option for name, option in given.items() if name in of_some and name not in target.options]
+    given, of_others = (
+        {option.name: option for option, _ in given_options(request)},
+        options_of_others(target.name, targets),
+    )
+    wrong = [option for name, option in given.items() if name in of_others]
     if wrong:
         flags = listed([o.flag for o in wrong])
         taking = [known.name for known in targets.values() if {o.name for o in wrong} <= {*known.options}]

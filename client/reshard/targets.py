@@ -6,7 +6,7 @@ no library, because `--help` needs it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -58,7 +58,7 @@ class Target:
     needs: tuple[str, ...] = ()
     """Those options without which it cannot be written."""
     loads: tuple[Load, ...] = ()
-    """The ways to load it, the first of which that takes its files is the `next:` line of a conversion."""
+    """The ways to load the target. A conversion prints the first that takes the target's files, as its `next:` line."""
     before_load: str = ""
     """The setting that the run's configuration needs first, in a line of its own."""
     ending: str = ""
@@ -72,6 +72,11 @@ class Target:
     def load(self, files: Collection[str], *, on_hub: bool = False) -> Load | None:
         """The way to load a target of these files, from a directory or from the hub; None if none is known."""
         return next((way for way in self.loads if way.takes(files) and (way.on_hub or not on_hub)), None)
+
+
+def options_of_others(name: str, targets: Mapping[str, Target]) -> set[str]:
+    """The options that some of these targets take, and the target of this name does not."""
+    return {option for target in targets.values() for option in target.options} - {*targets[name].options}
 
 
 _DEEPSPEED_GROUPS = ("vocab_divisor", "weight_decay_groups", "megatron_args")

@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from reshard.option import Section
+from reshard.targets import options_of_others
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -441,8 +442,7 @@ def _targets_shown(parameters: Sequence[Any], words: Sequence[str]) -> _TargetsS
     chosen = next((t for t in known.values() if said in (t.name, *t.also)), None)
     if chosen is None:
         return _TargetsShown("Formats (--to)", [*known.values()], ())
-    others = {option for target in known.values() for option in target.options} - {*chosen.options}
-    return _TargetsShown("Format", [chosen], others)
+    return _TargetsShown("Format", [chosen], options_of_others(chosen.name, known))
 
 
 class HelpedCommand(TyperCommand):
@@ -460,7 +460,7 @@ class HelpedCommand(TyperCommand):
         """
         parameters: list[Any] = [p for p in self.get_params(ctx) if not getattr(p, "hidden", False)]
         shown = _targets_shown(parameters, ctx.meta.get(_WORDS_GIVEN, ()))
-        parameters = [p for p in parameters if not hasattr(p, "name") or p.name not in shown.left_out]
+        parameters = [p for p in parameters if p.name not in shown.left_out]
         arguments = [p for p in parameters if p.param_type_name == "argument"]
         words = [_named(p) if p.required else f"[{_named(p)}]" for p in arguments]
         _begin(self, ctx, formatter, " ".join(["[OPTIONS]", *words]))

@@ -333,9 +333,9 @@ class _Task:
         self, source: SourceSpec, target: str, wanted: ResumeLayout, beside: str | None = None
     ) -> ConvertRequest:
         """The request of the conversion; `beside` is the directory of a trainer's files, if the target keeps them."""
-        asked, target_record = self.wanted, known_targets()[wanted.to]
+        asked, record = self.wanted, known_targets()[wanted.to]
         given = {"rules": asked.rules, "family": asked.family}
-        given |= {"trainer_files": beside} if "trainer_files" in target_record.options else {}
+        given |= {"trainer_files": beside} if "trainer_files" in record.options else {}
         fields: dict[str, Any] = {
             "source": source,
             "target": target,
@@ -345,7 +345,7 @@ class _Task:
             "memory_limit_bytes": asked.memory_limit_bytes,
             "layout": wanted.asked,
             "options": wanted.options,
-            **({"pointer": True} if target_record.is_tag else {}),
+            **({"pointer": True} if record.is_tag else {}),
             **{name: value for name, value in given.items() if value is not None},
         }
         return ConvertRequest.model_validate(nested(fields))
@@ -365,7 +365,8 @@ class _Task:
             return Ensured(source, Outcome.SOURCE)
         place = _said_place(source, out)
         own = found.tag or source.rstrip("/").rpartition("/")[2]
-        iterations = known_targets()[wanted.to].tracker in TRACKERS
+        tracker = known_targets()[wanted.to].tracker
+        iterations = tracker in TRACKERS
         if iterations and not is_iteration(own):
             experts = f" --ep {wanted.layout.ep}" if wanted.layout.ep > 1 else ""
             raise RequestError(
@@ -373,7 +374,7 @@ class _Task:
                 f"{printable(source)} is of Megatron-core, and its tracker can name {printable(own)} in no result",
                 fix=f"reshard convert {shlex.quote(source)} DST/iter_NNNNNNN --to {wanted.to}{experts}",
             )
-        name = own if known_targets()[wanted.to].tracker else None
+        name = own if tracker else None
         self._convert_into(spec, found, wanted, place, name)
         # Who names an iteration gets an iteration, as of a local directory.
         named = iterations and found.tag is None
@@ -664,20 +665,20 @@ class _Local:
 
     def _fill(self, target: str, wanted: ResumeLayout, convert: Callable[[ConvertRequest], None]) -> None:
         """The files beside the tags, the tags, and what names them."""
-        in_tags = known_targets()[wanted.to].is_tag
-        if in_tags:
+        record = known_targets()[wanted.to]
+        if record.is_tag:
             with writing(target):
                 os.makedirs(target, exist_ok=True)
             place_companions(self._source, target, wanted.layout.world_size)
         # Each conversion writes its tag into `latest` when it commits. Only a record is written after that.
         for request in self._requests(target, wanted):
             convert(request)
-        if in_tags:
+        if record.is_tag:
             place_schedulers(target, self._made_tags)
         elif self._source.step:
             place_step(self._source, target)
-        elif tracker := known_targets()[wanted.to].tracker:
-            track(target, tracker, self._source.tag)
+        elif record.tracker:
+            track(target, record.tracker, self._source.tag)
 
     def _refuse_foreign(self, target: str, key: str) -> None:
         """Refuse a directory of the user that holds another checkpoint, before its neighbours are replaced.
@@ -697,7 +698,7 @@ class _Local:
 
 
 def _wanted_of(found: Inspection) -> ResumeLayout:
-    """What the launch loads, as the inspection for it says.
+    """The result that the launch loads, from the inspection that was made for it.
 
     Raises:
         JobError: `service.unavailable`: the service is of a release that does not know launches.

@@ -75,7 +75,7 @@ class DigestedOption:
 
 
 class _Conversion(ConversionOptions):
-    """What a conversion and a virtual layout ask for alike."""
+    """The fields that a conversion and a virtual layout share."""
 
     source: Annotated[SourceSpec, BeforeValidator(_place, json_schema_input_type=SourceSpec | Place)]
     """The checkpoint to read. A text is short for a source that has nothing but this `url`."""
@@ -360,7 +360,7 @@ class Inspection(ShownModel):
     newest: str | None = Field(default=None, exclude_if=is_none)
     """If the source is the directory of a run: the URL of its newest complete checkpoint, which is described."""
     resume: ResumeLayout | None = Field(default=None, exclude_if=is_none)
-    """What the launch of the request loads; None if it names none."""
+    """The checkpoint that the launch of the request loads; None if the request names no launch."""
 
 
 class CastLoss(WireModel):

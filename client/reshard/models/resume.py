@@ -22,7 +22,7 @@ _Ranks = Annotated[int | None, Field(ge=1, le=1 << 20)]
 
 
 def ranks_unknown() -> RequestError:
-    """The error for a run of which nothing says the number of ranks."""
+    """The error for a run whose number of ranks is not known."""
     return RequestError(
         "request.invalid",
         f"no launcher says how many processes there are (none of {', '.join(LAUNCHERS)}), and no dp was given",
@@ -89,7 +89,7 @@ class ResumeLayout(WireModel):
     layout: RunLayout
     """The layout of the run. An axis that neither the launch nor the checkpoint names is unset in it."""
     free: tuple[str, ...] = ()
-    """Axes of the layout at any size of which the checkpoint loads: a conversion is not asked for them."""
+    """Axes of the layout that the checkpoint does not depend on: a conversion is not asked for their sizes."""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of the conversion beside the layout, by format, as requests nest them."""
     dtype: WeightDtype | None = Field(default=None, exclude_if=is_none)

@@ -37,6 +37,7 @@ from reshard_engine.formats.dtensors import (
     mesh_shape,
     require_rows,
 )
+from reshard_engine.formats.format import Format
 from reshard_engine.formats.model_weights import (
     SHARDED_NAMES,
     checked_name,
@@ -682,33 +683,35 @@ def device_and_shape(request: ConvertRequest, run: SavedRun | None) -> tuple[str
     return device, mesh_shape(request.layout.dp or 1, options.fsdp_size, mesh)
 
 
-def layout_of_ranks(to: str, launch: RunLaunch) -> ResumeLayout:
-    """Files of the launch's ranks, as the source's framework loads them.
+class FormatOfRanks(Format):
+    """A format with files for each rank, whose runs load files of as many ranks as they have."""
 
-    Raises:
-        RequestError: `request.invalid` for a launch with ranks of another kind, or without a number of ranks.
-    """
-    given = [f"--{axis}" for axis in ("tp", "pp", "ep") if (getattr(launch, axis) or 1) > 1]
-    given += [] if launch.zero_stage is None else ["--zero-stage"]
-    if given:
-        raise RequestError(
-            "request.invalid",
-            f"{', '.join(given)}: the source has one file for each rank of FSDP, and its run loads nothing else",
-            fix="for a run of DeepSpeed: --to zero; else leave it out",
+    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
+        """Files of the launch's ranks, as the source's framework loads them.
+
+        Raises:
+            RequestError: `request.invalid` for a launch with ranks of another kind, or without a number of ranks.
+        """
+        given = [f"--{axis}" for axis in ("tp", "pp", "ep") if (getattr(launch, axis) or 1) > 1]
+        given += [] if launch.zero_stage is None else ["--zero-stage"]
+        if given:
+            raise RequestError(
+                "request.invalid",
+                f"{', '.join(given)}: the source has one file for each rank of FSDP, and its run loads nothing else",
+                fix="for a run of DeepSpeed: --to zero; else leave it out",
+            )
+        to, dp = self.targets[0], launch.data_ranks()
+        return ResumeLayout(
+            to=to,
+            layout=RunLayout(dp=dp),
+            dtype=launch.dtype,
+            identity=identity_of({"to": to, "dp": dp}),
+            label=f"{to}-dp{dp}",
         )
-    dp = launch.data_ranks()
-    return ResumeLayout(
-        to=to,
-        layout=RunLayout(dp=dp),
-        dtype=launch.dtype,
-        identity=identity_of({"to": to, "dp": dp}),
-        label=f"{to}-dp{dp}",
-    )
 
-
-def fits_ranks(checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
-    """True for files of as many ranks."""
-    return wanted.dtype is None and prod(checkpoint.world.values()) == wanted.layout.dp
+    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
+        """True for files of as many ranks."""
+        return wanted.dtype is None and prod(checkpoint.world.values()) == wanted.layout.dp
 
 
 def steps_rates(scheduler: Node) -> bool:

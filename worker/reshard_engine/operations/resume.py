@@ -10,7 +10,7 @@ from reshard_engine.formats.registry import format_of, format_writing, formats
 
 
 def resume_layout(checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
-    """What the launch loads in place of the checkpoint.
+    """The checkpoint that the launch loads in place of this one.
 
     Raises:
         RequestError: `request.invalid` for a launch that no run is, or whose number of ranks nothing says.
@@ -27,7 +27,7 @@ def resume_layout(checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
 
 
 def _named(to: str, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
-    """What a launch loads whose loader reads a target.
+    """The checkpoint that a launch loads whose loader reads this target.
 
     Raises:
         RequestError: `request.invalid` for a target from which no run resumes, and as `Format.layout_for`.

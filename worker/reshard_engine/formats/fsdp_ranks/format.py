@@ -18,7 +18,6 @@ from reshard.choices import RankFramework, TargetFormat
 from reshard.dcp_options import Framework
 from reshard.errors import SourceError, counted, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried, PossibleTarget
-from reshard.models.resume import ResumeLayout, RunLaunch
 from reshard.options import FsdpRanksOptions, RunLayout
 from reshard_engine.checkpoint import (
     Checkpoint,
@@ -34,7 +33,6 @@ from reshard_engine.formats.format import (
     Completion,
     Discovery,
     DryRun,
-    Format,
     Presentation,
     Reader,
     ReadOptions,
@@ -76,15 +74,14 @@ from reshard_engine.formats.rank_optimizer import (
     states_of_rank,
 )
 from reshard_engine.formats.rank_states import (
+    FormatOfRanks,
     ModelOfRanks,
     RankModel,
     RankState,
     RankTensors,
     RankTree,
     Value,
-    fits_ranks,
     is_sharded,
-    layout_of_ranks,
     model_of_rank,
 )
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items, sequence_items
@@ -227,7 +224,7 @@ class _Presentation(Presentation):
         return f"rank {int(number)}" if number.isdecimal() else ""
 
 
-class FsdpRanks(Format):
+class FsdpRanks(FormatOfRanks):
     """Files of FSDP's ranks."""
 
     name = "fsdp_ranks"
@@ -239,14 +236,6 @@ class FsdpRanks(Format):
     def writer(self, target: str) -> Writer:
         """The writer of files of FSDP's ranks."""
         return FsdpRanksWriter()
-
-    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
-        """Files of the launch's ranks."""
-        return layout_of_ranks(self.targets[0], launch)
-
-    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
-        """True for files of as many ranks."""
-        return fits_ranks(checkpoint, wanted)
 
 
 # The checkpoint.

@@ -19,7 +19,6 @@ from typing import ClassVar, TypeVar
 from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard.models.jobs import NotCarried, PossibleTarget
-from reshard.models.resume import ResumeLayout, RunLaunch
 from reshard.options import RunLayout
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Question, Undecided
 from reshard_engine.containers.safetensors import SafetensorsFile, open_safetensors_file
@@ -30,7 +29,6 @@ from reshard_engine.formats.dtensors import WHOLE, Held, Part, RankFile, placed
 from reshard_engine.formats.format import (
     Discovery,
     DryRun,
-    Format,
     Presentation,
     Reader,
     ReadOptions,
@@ -41,15 +39,14 @@ from reshard_engine.formats.model_weights import SHARDED_NAMES, compiled_names
 from reshard_engine.formats.numbered import WEIGHTS_ALONE, Several, own_scheduler, shape_of
 from reshard_engine.formats.rank_optimizer import PARAMS, RankStates, ReadOptimizer, read_optimizer, states_of_rank
 from reshard_engine.formats.rank_states import (
+    FormatOfRanks,
     ModelOfRanks,
     RankModel,
     RankState,
     RankTensors,
     RankTree,
     Value,
-    fits_ranks,
     is_sharded,
-    layout_of_ranks,
     model_of_rank,
 )
 from reshard_engine.formats.torch_checkpointing.files import (
@@ -161,7 +158,7 @@ class _Presentation(Presentation):
         return f"rank {int(number)}" if number.isdecimal() else ""
 
 
-class TorchCheckpointing(Format):
+class TorchCheckpointing(FormatOfRanks):
     """Directories of torch_checkpointing."""
 
     name = "torch_checkpointing"
@@ -172,14 +169,6 @@ class TorchCheckpointing(Format):
     def writer(self, target: str) -> Writer:
         """The writer of items of FSDP2's ranks."""
         return TorchCheckpointingWriter()
-
-    def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
-        """Files of the launch's ranks."""
-        return layout_of_ranks(self.targets[0], launch)
-
-    def fits(self, checkpoint: Checkpoint, wanted: ResumeLayout) -> bool:
-        """True for files of as many ranks."""
-        return fits_ranks(checkpoint, wanted)
 
 
 # What one rank's file holds of an item.
