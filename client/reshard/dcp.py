@@ -17,6 +17,7 @@ from reshard.choices import OpaquePolicy
 from reshard.declared import options_of_layout
 from reshard.engine import load_engine
 from reshard.errors import RequestError, printable
+from reshard.filesystems import SourcePlace
 from reshard.functions import layout_request, takes_keywords
 from reshard.models.jobs import ConvertRequest
 from reshard.models.keywords import ConversionKeywords, ConvertOptions
@@ -29,7 +30,7 @@ _ONE_FILE_BYTES = 1 << 62
 
 @takes_keywords(options_of_layout())
 def Reader(  # noqa: N802 - it stands where torch's class `FileSystemReader` does
-    source: Path,
+    source: SourcePlace,
     *,
     compare: bool = True,
     options: Mapping[str, Any] | None = None,

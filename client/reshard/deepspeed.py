@@ -17,6 +17,7 @@ from reshard.choices import TargetFormat, WeightDtype
 from reshard.declared import Declared, options_of_target
 from reshard.engine import load_engine
 from reshard.errors import RequestError, printable
+from reshard.filesystems import SourcePlace
 from reshard.functions import layout_request, takes_keywords
 from reshard.models.jobs import ConvertRequest
 from reshard.models.keywords import ConvertOptions
@@ -55,7 +56,7 @@ def _options_of_load() -> dict[str, Declared]:
 @takes_keywords(_options_of_load())
 def load_checkpoint(  # noqa: PLR0913 - the arguments are DeepSpeed's
     engine: Any,
-    source: Path,
+    source: SourcePlace,
     tag: str | int | None = None,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,

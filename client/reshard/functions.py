@@ -18,6 +18,7 @@ from reshard.declared import Declared, declared_options, options_of_layout, opti
 from reshard.draw.layout import Picture
 from reshard.engine import VirtualCheckpoint, load_client, load_engine
 from reshard.errors import SEE_HELP, JobError, RequestError, printable
+from reshard.filesystems import SourcePlace, located, refuse_for_service, text_of
 from reshard.installed_formats import nested, options_of, target_names
 from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, VerifyReport
 from reshard.models.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
@@ -124,7 +125,9 @@ def request_of(given: Mapping[str, Any], fix: str, *, to_service: bool, named: M
         TypeError: No option has this name.
     """
     of_source = options_of_source()
-    source, target = (for_service(named[n]) if to_service else _text_of(named[n]) for n in ("source", "target"))
+    source = _of_service(named["source"]) if to_service else named["source"]
+    target = text_of(named["target"], "target")
+    target = for_service(target) if to_service else target
     others = {n: v for n, v in given.items() if n not in of_source}
     said = _fields_of(others, declared_options(), to_service=to_service)
     said |= {"to": named["to"], "options": dict[str, Any](named["options"] or {}), "target": target}
@@ -149,24 +152,41 @@ def _fields_of(given: Mapping[str, Any], known: Mapping[str, Declared], *, to_se
     }
 
 
-def source_of(place: PathLike, given: Mapping[str, Any]) -> SourceSpec:
+def source_of(place: SourcePlace, given: Mapping[str, Any]) -> SourceSpec:
     """The wire model of a source.
 
     Args:
-        place: The checkpoint.
+        place: The checkpoint. A file system of fsspec becomes a profile of this process.
         given: The options of the source, by the names of their keyword arguments.
 
     Raises:
         RequestError: `request.invalid`.
     """
+    url, filesystem = located(place)
+    said = _fields_of(given, options_of_source())
+    if filesystem is not None:
+        if said.get("profile") is not None:
+            raise RequestError(
+                "request.invalid",
+                f"profile is {printable(str(said['profile']))}, and the source brings a file system with credentials",
+                fix="`profile=None`, or name the source by its URL as text",
+            )
+        said["profile"] = filesystem
     try:
-        return SourceSpec.model_validate({"url": os.fspath(place), **_fields_of(given, options_of_source())})
+        return SourceSpec.model_validate({"url": url, **said})
     except ValidationError as error:
         raise invalid(error, keywords(), keywords=True) from None
 
 
-def _text_of(place: PathLike) -> str:
-    return os.fspath(place)
+def _of_service(place: SourcePlace) -> str:
+    """A source as a service reads it.
+
+    Raises:
+        RequestError: `request.invalid` for a file system of this process.
+    """
+    url, filesystem = located(place)
+    refuse_for_service(url, filesystem)
+    return for_service(url)
 
 
 def for_service(place: PathLike) -> str:
@@ -200,7 +220,7 @@ def _meaning(name: str, option: Declared) -> str:
 
 @takes_keywords(declared_options())
 def plan(
-    source: PathLike,
+    source: SourcePlace,
     target: PathLike,
     *,
     to: TargetFormat | str,
@@ -249,7 +269,7 @@ def plan(
 
 @takes_keywords(declared_options())
 def convert(
-    source: PathLike | None = None,
+    source: SourcePlace | None = None,
     target: PathLike | None = None,
     *,
     to: TargetFormat | str | None = None,
@@ -401,7 +421,7 @@ def layout_request(given: Mapping[str, Any], fix: str, named: Mapping[str, Any])
 
 @takes_keywords(options_of_layout())
 def open_layout(
-    source: PathLike,
+    source: SourcePlace,
     *,
     to: TargetFormat | str,
     name: str | None = None,
@@ -448,7 +468,7 @@ def open_layout(
 
 @takes_keywords(options_of_source())
 def inspect(
-    source: PathLike,
+    source: SourcePlace,
     *,
     compare: bool = False,
     url: str | None = None,
@@ -458,7 +478,8 @@ def inspect(
     """Describe a checkpoint from its metadata: format, step, ranks, tensors, possible targets. Nothing in it runs.
 
     Args:
-        source: A directory or URL: a save directory, a tag directory, or a directory of weights.
+        source: A directory or URL: a save directory, a tag directory, or a directory of weights. Or a place on a file
+            system of fsspec with its own credentials: a `UPath`, or `fs.get_mapper("bucket/run")`.
         compare: True to read and compare the tensors that must agree, as every conversion does: copies, and masters
             with weights.
         **given: The options of the source.
@@ -478,7 +499,7 @@ def inspect(
         >>> found.format, found.world, found.step
         ('deepspeed-zero2', {'dp': 2, 'tp': 1, 'pp': 1}, 3)
     """
-    place = source if url is None else for_service(source)
+    place = source if url is None else _of_service(source)
     spec = source_of(place, given)
     if url is not None and compare:
         raise RequestError(
@@ -494,10 +515,10 @@ def inspect(
 
 @takes_keywords(options_of_source())
 def picture(
-    source: PathLike,
+    source: SourcePlace,
     *,
     tensor: str | None = None,
-    beside: PathLike | None = None,
+    beside: SourcePlace | None = None,
     **given: Unpack[SourceKeywords],
 ) -> Picture:
     """Draw what each rank of a checkpoint holds and, with `tensor`, which rank holds which part of a tensor.
@@ -524,7 +545,9 @@ def picture(
     here = engine.picture(source_of(source, given), tensor)
     if beside is None:
         return Picture(here)
-    return Picture(here, _beside(source_of(beside, {"profile": given.get("profile")}), tensor))
+    # A place that brings its own file system has no storage profile.
+    profile = given.get("profile") if isinstance(beside, str | os.PathLike) else None
+    return Picture(here, _beside(source_of(beside, {"profile": profile}), tensor))
 
 
 def verify(target: PathLike, *, sample: float | str | None = None, profile: str | None = None) -> VerifyReport:
@@ -554,8 +577,8 @@ def verify(target: PathLike, *, sample: float | str | None = None, profile: str 
 
 @takes_keywords(of_two_sources())
 def diff(
-    a: PathLike,
-    b: PathLike,
+    a: SourcePlace,
+    b: SourcePlace,
     *,
     states: str = "all",
     weights_only: bool = False,
@@ -615,7 +638,7 @@ def diff(
 
 @takes_keywords(options_of_source())
 def fingerprint(
-    source: PathLike,
+    source: SourcePlace,
     *,
     states: str = "all",
     tensors: bool = False,
@@ -658,7 +681,7 @@ def fingerprint(
 
 @takes_keywords(options_of_source())
 def seal(
-    source: PathLike,
+    source: SourcePlace,
     *,
     key: PathLike,
     public_key: PathLike | None = None,

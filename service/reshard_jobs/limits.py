@@ -13,6 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from reshard.errors import RequestError, format_size, printable
+from reshard.filesystems import refuse_for_service
 from reshard.models.jobs import ConvertRequest
 from reshard.options import DEFAULT_MEMORY_LIMIT_BYTES, SourceSpec
 from reshard.wire_model import MOST_BYTES
@@ -185,6 +186,7 @@ class TenantLimits:
         return service if self.write_roots is None else _below(service, self.write_roots)
 
     def _require_profile(self, place: str, name: str | None) -> None:
+        refuse_for_service(place, name)
         if self.profiles is None or (name is None and is_local(place)):
             return
         if name is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import ClassVar, Self
 
-from reshard.errors import RequestError, SourceError, printable
+from reshard.errors import RequestError, SourceError, counted, printable
 from reshard.models.jobs import NotCarried
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
@@ -497,6 +497,19 @@ class Checkpoint:
     def is_local(self) -> bool:
         """True if all its files are on this machine, so that no read waits for a network."""
         return all(f.store.scheme == "file" for f in self.files)
+
+    @property
+    def pin_warnings(self) -> tuple[str, ...]:
+        """A warning if the store reports neither versions nor times of files, so that some changes go unnoticed."""
+        count = sum(not i.pin for f in self.files for i in f.objects)
+        if not count:
+            return ()
+        files = counted(count, "file has", "files have")
+        text = (
+            f"{files} neither a version nor a time in {self.files[0].store.scheme}://: if another file of the same "
+            "size replaces one of them while it is read, that goes unnoticed"
+        )
+        return (text,)
 
     @property
     def trained(self) -> tuple[Parameter, ...]:

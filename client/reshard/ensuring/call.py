@@ -47,6 +47,7 @@ from reshard.ensuring.local_checkpoints import (
 from reshard.ensuring.together import LATE_S, Helper, Launch, Sharing
 from reshard.ensuring.world import Loader, Wanted
 from reshard.errors import IntegrityError, JobError, RequestError, ReshardError, SourceError, StorageError, printable
+from reshard.filesystems import SourcePlace, located, refuse_for_service, text_of
 from reshard.functions import source_of, takes_keywords
 from reshard.installed_formats import known_targets, nested
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
@@ -82,7 +83,7 @@ class Ensured:
 
 @takes_keywords(choices_of_source())
 def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
-    src: str | os.PathLike[str],
+    src: SourcePlace,
     *,
     dp: int | None = None,
     tp: int | None = None,
@@ -112,6 +113,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
             The result is of the same kind. A distributed checkpoint (FSDP) is returned as it is, for any world, unless
             `to` or `framework` asks for something else. Files of FSDP's ranks become those of `dp` ranks. A run of
             Megatron-core, or one iteration of it, that does not load at `tp`, `pp` and `ep` is written for any of them.
+            Or, with `out`, a `UPath` or `fs.get_mapper("bucket/run")` of a file system with its own credentials.
         dp: Data-parallel ranks; by default the number of processes (`WORLD_SIZE` and the like) divided by tp x pp.
         tp: Tensor-parallel ranks; by default the source's, as for `pp` and `ep`.
         pp: Pipeline stages.
@@ -173,7 +175,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
 @takes_keywords(choices_of_source())
 @contextmanager
 def direct(  # noqa: PLR0913 - the options of the one call are its parameters
-    src: str | os.PathLike[str],
+    src: SourcePlace,
     *,
     dp: int | None = None,
     tp: int | None = None,
@@ -239,13 +241,14 @@ def direct(  # noqa: PLR0913 - the options of the one call are its parameters
 
 
 @contextmanager
-def _opened(src: str | os.PathLike[str], wanted: Wanted, tag: str | None, *, compare: bool) -> Generator[str]:
+def _opened(src: SourcePlace, wanted: Wanted, tag: str | None, *, compare: bool) -> Generator[str]:
     """A directory of stubs in the wanted layout, which are served as long as the context lasts."""
-    path = local_path(os.fspath(src))
+    source, _ = located(src)
+    path = local_path(source)
     if path is None:
         raise RequestError(
             "request.unsatisfiable",
-            f"{printable(os.fspath(src))} is not on this machine, and what lies beside it is not read from there",
+            f"{printable(source)} is not on this machine, and what lies beside it is not read from there",
             fix="convert it: reshard.ensure(URL, out=DIR); or load it: "
             "reshard.deepspeed.load_checkpoint(engine, URL), reshard.dcp.Reader(URL)",
         )
@@ -253,13 +256,13 @@ def _opened(src: str | os.PathLike[str], wanted: Wanted, tag: str | None, *, com
     maker = DirectLoader(compare=compare)
     with maker.home() as place:
         task = _Task(wanted, maker, Deadline(None), Sharing(EnsureWorkers.ONE, Launch.of({}), possible=False))
-        path = _Local(task, os.fspath(src), found, place).open(place)
+        path = _Local(task, source, found, place).open(place)
         with maker.serving():
             yield path
 
 
 def _wanted(  # noqa: PLR0917 - names that both callers have
-    src: str | os.PathLike[str],
+    src: SourcePlace,
     tag: str | None,
     to: str | None,
     framework: str | None,
@@ -277,15 +280,13 @@ def _wanted(  # noqa: PLR0917 - names that both callers have
     )
 
 
-def loader_of(
-    src: str | os.PathLike[str], tag: str | None, *, to: str | None = None, framework: str | None = None
-) -> Loader:
+def loader_of(src: SourcePlace, tag: str | None, *, to: str | None = None, framework: str | None = None) -> Loader:
     """The program that will load the result of a source; a look into a local directory tells the source's own.
 
     Raises:
         RequestError: `request.invalid`.
     """
-    path = local_path(os.fspath(src))
+    path = local_path(located(src)[0])
     megatron = path is not None and megatron_run(path, tag) is not None
     place = None if path is None or megatron else path if tag is None else os.path.join(path, tag)
     own = place is not None and is_distributed(place)
@@ -295,7 +296,7 @@ def loader_of(
 
 
 def ensured(
-    src: str | os.PathLike[str],
+    src: SourcePlace,
     wanted: Wanted,
     *,
     tag: str | None = None,
@@ -306,13 +307,16 @@ def ensured(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Ensured:
     """Do as `ensure` does, and also return how the result was obtained."""
-    source, place = os.fspath(src), None if out is None else os.fspath(out)
+    source, filesystem = located(src)
+    place = None if out is None else text_of(out, "out")
     service = url or os.environ.get("RESHARD_URL") or None
+    if service is not None:
+        refuse_for_service(source, filesystem)
     deadline = Deadline(timeout_s)
     chosen = _workers(workers)
     maker: Converter = LocalConverter(deadline, on_progress) if service is None else ServiceConverter(service, deadline)
     sharing = Sharing(chosen, Launch.of(os.environ), possible=service is None)
-    task = _Task(wanted, maker, deadline, sharing)
+    task = _Task(wanted, maker, deadline, sharing, filesystem)
     path = local_path(source)
     if path is None or (place is not None and local_path(place) is None):
         return task.remote(source, tag, place)
@@ -328,6 +332,8 @@ class _Task:
     maker: Converter
     deadline: Deadline
     sharing: Sharing
+    filesystem: str | None = None
+    """The profile of the source's file system, if the caller brought the file system."""
 
     def request(
         self, source: SourceSpec, target: str, wanted: ResumeLayout, beside: str | None = None
@@ -352,7 +358,7 @@ class _Task:
 
     def remote(self, source: str, tag: str | None, out: str | None) -> Ensured:
         """Handle an object store: processes elect no owner, and files beside the tag are not copied."""
-        spec = SourceSpec(url=source, tag=tag, **self.wanted.choices)
+        spec = SourceSpec(url=source, tag=tag, profile=self.filesystem, **self.wanted.choices)
         try:
             found = self.maker.inspect(spec, self.wanted.launch())
         except SourceError as error:
@@ -386,7 +392,10 @@ class _Task:
         Raises:
             SourceError: `error` for models that are of another kind than files of ranks.
         """
-        specs = [SourceSpec(url=step.home, tag=f"{step.name}/{m}", **self.wanted.choices) for m in step.models]
+        specs = [
+            SourceSpec(url=step.home, tag=f"{step.name}/{m}", profile=self.filesystem, **self.wanted.choices)
+            for m in step.models
+        ]
         launch = self.wanted.launch()
         found = [self.maker.inspect(spec, launch) for spec in specs]
         wanted = [_wanted_of(f) for f in found]

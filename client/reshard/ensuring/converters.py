@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from reshard.declared import given_options, options_of_ensure, options_of_source
 from reshard.engine import load_client, load_engine
 from reshard.errors import JobError, RequestError, ReshardError, printable
+from reshard.filesystems import is_of_process
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
 from reshard.models.resume import RunLaunch
 from reshard.options import SourceSpec
@@ -49,7 +50,8 @@ def _fixes_for_ensure(source: SourceSpec, flags: Mapping[str, object]) -> Genera
         if "reshard " in error.fix or (found := _foreign(error.fix)) is None:
             raise
         chosen = {name: value for name, value in source.given().items() if isinstance(value, str)}
-        named = {**flags, "tag": source.tag, "profile": source.profile, **chosen}
+        profile = None if is_of_process(source.profile) else source.profile
+        named = {**flags, "tag": source.tag, "profile": profile, **chosen}
         given = [f"--{n.replace('_', '-')} {shlex.quote(str(v))}" for n, v in named.items() if v is not None]
         own = [] if found[0].startswith("--to ") else given
         command = " ".join(["reshard convert", shlex.quote(source.url), "DST", *own, found[0]])

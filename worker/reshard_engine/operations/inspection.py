@@ -145,7 +145,12 @@ def describe(checkpoint: Checkpoint, source: SourceSpec | None = None, launch: R
         files=sum(len(f.objects) for f in checkpoint.files),
         total_bytes=sum(f.size_bytes for f in checkpoint.files),
         foreign_globals=checkpoint.foreign_globals,
-        warnings=(*checkpoint.warnings, *(f"{u.text}: {u.fix}" for u in checkpoint.undecided), *cautions(checkpoint)),
+        warnings=(
+            *checkpoint.warnings,
+            *checkpoint.pin_warnings,
+            *(f"{u.text}: {u.fix}" for u in checkpoint.undecided),
+            *cautions(checkpoint),
+        ),
         not_carried=checkpoint.not_carried,
         targets=possible_targets(checkpoint, source),
         tensors=tuple(infos),

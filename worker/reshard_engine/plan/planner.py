@@ -225,7 +225,7 @@ def plan_conversion(
         write_bytes=write_bytes,
         pointer=layout.pointer.name if layout.pointer else None,
         metadata_bytes=held + more,
-        warnings=(*checkpoint.warnings, *layout.warnings, *_strided_warning(checkpoint)),
+        warnings=(*checkpoint.warnings, *checkpoint.pin_warnings, *layout.warnings, *_strided_warning(checkpoint)),
         not_carried=(*checkpoint.not_carried, *layout.not_carried),
         server_copies=tuple(o for _, found in sorted(cuts.items()) for o in found.server_copies),
     )

@@ -12,10 +12,12 @@ from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any
 
-from reshard.errors import RequestError, ReshardError, SourceError, StorageError, listed, printable
+from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.extras import install_line
+from reshard.filesystems import AttachedFilesystem, attached_to, is_of_process
+from reshard_engine.storage.fsspec_store import FsspecStore
 from reshard_engine.storage.local import LocalStore
-from reshard_engine.storage.protocol import Listing, ObjectInfo, ServiceStore, Store, changed, join, refuse_unclear_path
+from reshard_engine.storage.protocol import ObjectInfo, ServiceStore, Store, join
 from reshard_engine.storage.urls import canonical_url, is_local, is_within, scheme_of
 
 WRITABLE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -30,11 +32,12 @@ _HUB = {"hf": ("reshard_engine.storage.hub", "HubStore", "hub")}
 """As `WRITABLE`, for the hub: it takes whole commits, so no sink writes into it."""
 WRITABLE_URLS = ", ".join(["a local path", *(f"{scheme}://bucket/path" for scheme in WRITABLE)])
 """Kinds of places that a user may name instead of a URL that can only be read."""
-_NOT_STORAGE = (
-    *("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar"),
-    *("asyncwrapper", "dir", "generic", "reshard"),
-)
-"""fsspec file systems that cannot list directories, or that wrap another one."""
+_NO_DIRECTORIES = ("http", "https", "data", "generic", "reshard")
+"""fsspec file systems that cannot list directories."""
+_WRAPPING = ("blockcache", "filecache", "simplecache", "cached", "reference", "asyncwrapper")
+"""fsspec file systems over another one, which may serve bytes of another version than the one that it lists."""
+_IN_A_FILE = ("zip", "tar", "dir")
+"""fsspec file systems whose arguments say where they are, so that no URL does."""
 _SERVED: ContextVar[Mapping[str, Store]] = ContextVar("served", default=MappingProxyType({}))
 
 
@@ -70,17 +73,23 @@ def open_location(url: str, profile: str | None = None, *, beside: Location | No
 
     Args:
         url: The URL.
-        profile: Name of a storage profile.
+        profile: Name of a storage profile, or that of a file system of this process (`reshard.filesystems`), which
+            counts for the URLs of its scheme.
         beside: Another location. If it is in the same service, the new location uses its store and connections.
 
     Raises:
         RequestError: `request.unknown_scheme` if nothing that is installed serves the scheme,
-            `request.invalid` as in `storage.urls.canonical_url`.
+            `request.invalid` as in `storage.urls.canonical_url`, and for the file system of another process.
     """
     name = canonical_url(url)
     if is_local(url):
         return Location(LocalStore(), name, name)
     scheme, path = scheme_of(url), name.partition("://")[2]
+    if is_of_process(profile):
+        attached = attached_to(profile, name)
+        if scheme_of(f"{attached.scheme}://") == scheme:
+            return _attached(attached, name)
+        profile = None
     if (served := _SERVED.get().get(scheme)) is not None:
         return Location(served, path, name)
     if scheme in _HUB and "/" not in path:
@@ -114,10 +123,36 @@ def service_store(scheme: str) -> type[ServiceStore]:
     return found
 
 
+def _attached(attached: AttachedFilesystem, url: str) -> Location:
+    scheme, path = scheme_of(url), attached.path_of(url)
+    protocols = attached.filesystem.protocol
+    named = (protocols,) if isinstance(protocols, str) else tuple(protocols)
+    kind = printable(type(attached.filesystem).__name__)
+    if not {*named}.isdisjoint(_WRAPPING):
+        raise RequestError(
+            "request.invalid",
+            f"{kind} wraps another file system, and may serve bytes of another version than the one that it lists",
+            fix="give the file system that it wraps, such as `fs.fs.get_mapper('bucket/path')`",
+        )
+    if not {*named}.isdisjoint(_NO_DIRECTORIES):
+        raise RequestError(
+            "request.invalid",
+            f"{kind} cannot list directories",
+            fix="copy the files of the checkpoint to a directory, `fs.get(files, 'DIR/')`, and name that",
+        )
+    if not path and scheme in (*WRITABLE, *_HUB):
+        raise RequestError(
+            "request.invalid",
+            f"{kind} alone names no bucket",
+            fix="name the directory as well: `fs.get_mapper('bucket/path')`",
+        )
+    return Location(FsspecStore(attached.filesystem, scheme, lead=attached.lead), path, url)
+
+
 def _generic(scheme: str) -> Store:
     import fsspec  # pyright: ignore[reportMissingTypeStubs]  # it has none
 
-    if scheme in _NOT_STORAGE:
+    if scheme in (*_NO_DIRECTORIES, *_WRAPPING, *_IN_A_FILE):
         raise _unserved(scheme, "it cannot list directories")
     try:
         kind: Any = fsspec.get_filesystem_class(scheme)  # pyright: ignore[reportUnknownMemberType]
@@ -188,101 +223,3 @@ def refuse_hub_link_elsewhere(location: Location, path: str) -> None:
     cached = os.path.basename(snapshots) == "snapshots"
     blobs = [os.path.join(os.path.dirname(snapshots), "blobs")] if cached else []
     refuse_link_elsewhere(location, path, also=blobs)
-
-
-# A read-only store over any other fsspec file system that lists directories: hdfs, memory and others.
-
-_RAISED = (OSError, ValueError, ImportError)
-"""Exceptions of file systems: system errors, paths that they do not accept, and missing packages."""
-
-
-class FsspecStore:
-    """A read-only view of an fsspec file system. Pins hold all that the file system reports of ETag, mtime and size."""
-
-    def __init__(self, filesystem: Any, scheme: str) -> None:
-        """Wrap a file system that fsspec made."""
-        self._fs = filesystem
-        self.scheme = scheme
-
-    def _info(self, entry: dict[str, Any]) -> ObjectInfo:
-        marks = [
-            str(entry[k])
-            for k in ("ETag", "etag", "md5Hash", "mtime", "updated", "LastModified", "created")
-            if entry.get(k)
-        ]
-        size = int(entry.get("size") or 0)
-        return ObjectInfo(str(entry["name"]), size, f"info:{size}:{':'.join(marks)}")
-
-    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
-        """The immediate children of a directory, any `most` of them at the most; empty if there is none."""
-        self._refuse_unclear(path.rstrip("/"))
-        try:
-            entries: list[dict[str, Any]] = self._fs.ls(path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return Listing((), ())
-        except _RAISED as error:
-            raise self._typed(error, path) from error
-        entries = entries[:most]
-        files = [self._info(e) for e in entries if e["type"] == "file" and e["name"].rstrip("/") != path.rstrip("/")]
-        names = [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
-        return Listing.of(files, names)
-
-    def list_tree(self, path: str) -> list[ObjectInfo]:
-        """Every file below a directory, sorted by path."""
-        self._refuse_unclear(path.rstrip("/"))
-        try:
-            found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
-        except _RAISED as error:
-            raise self._typed(error, path) from error
-        return sorted((self._info(e) for e in found.values()), key=lambda f: f.path)
-
-    def stat(self, path: str) -> ObjectInfo | None:
-        """The file at exactly this path, or None."""
-        self._refuse_unclear(path)
-        try:
-            entry: dict[str, Any] = self._fs.info(path)
-        except FileNotFoundError:
-            return None
-        except _RAISED as error:
-            raise self._typed(error, path) from error
-        return self._info(entry) if entry["type"] == "file" else None
-
-    def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on, after checking the pin."""
-        self._refuse_unclear(info.path)
-        try:
-            if self._info(self._fs.info(info.path)) != info:
-                raise changed(info)
-            data = self._fs.cat_file(info.path, start=offset, end=offset + len(buffer))
-        except FileNotFoundError:
-            raise changed(info) from None
-        except _RAISED as error:
-            raise self._typed(error, info.path) from error
-        if len(data) != len(buffer):
-            raise changed(info)
-        buffer[:] = data
-
-    def _refuse_unclear(self, path: str) -> None:
-        # Some file systems of fsspec begin their paths with a slash.
-        refuse_unclear_path(path.removeprefix("/"), self.scheme)
-
-    def _typed(self, error: BaseException, path: str) -> ReshardError:
-        where = f"{self.scheme}://{printable(path)}"
-        if isinstance(error, ValueError | ImportError):
-            return RequestError(
-                "request.invalid",
-                f"{where}: {printable(str(error))}",
-                fix="copy the checkpoint to a local directory, and name that",
-            )
-        if isinstance(error, PermissionError):
-            return StorageError(
-                "storage.denied",
-                f"{where}: {printable(str(error))}",
-                fix="check the credentials of the store, then run the same command again",
-            )
-        text = f"{where} cannot be reached: {printable(str(error))}"
-        return StorageError(
-            "storage.unavailable",
-            text,
-            fix="check the network and the URL, or copy the checkpoint to this machine",
-        )
