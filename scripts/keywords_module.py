@@ -63,7 +63,7 @@ def keywords_module() -> str:
         _class("OptionKeywords", "TypedDict, total=False", "Options that functions and clients take alike.", shared),
         _class("ConversionKeywords", "SourceKeywords, OptionKeywords, total=False", "Options of a conversion.", rest),
         _class("ConvertOptions", "OptionKeywords, total=False", "Options of a conversion; see `ConvertRequest`.", {
-            o.field: o for o in (*source.values(), *rest.values())
+            **source, **rest,
         }, wire=True) + _NESTED,
     ]  # fmt: skip
     named: set[type] = {o.kind for o in ours.values() if o.choices} | {ParamOrder}
@@ -98,7 +98,7 @@ def _type(option: Declared) -> str:
 
 def _wire_type(option: Declared) -> str:
     kind = "ParamOrder | str | Sequence[str]" if option.option.parse is read_order else None
-    kind = "int" if option.option.parse is parse_size else kind
+    kind = "int | str" if option.option.parse is parse_size else kind
     kind = kind or _plain(option, place="str")
     return f"{kind} | None" if option.info.get_default() is None else kind
 

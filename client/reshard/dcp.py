@@ -117,7 +117,7 @@ def merge_request(checkpoint_dir: Path, output_path: Path, *, safe_serialization
     source = os.fspath(checkpoint_dir)
     if "://" not in source and os.path.isdir(inner := os.path.join(source, _MODEL)):
         source = inner
-    options: ConvertOptions = {"max_shard_bytes": _ONE_FILE_BYTES}
+    options: ConvertOptions = {"max_shard_size": _ONE_FILE_BYTES}
     to = "safetensors" if safe_serialization else "torch"
     return convert_request(
         source, os.fspath(output_path), to, options, flags={"url": "checkpoint_directory", "target": "output_path"}

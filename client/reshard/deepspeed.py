@@ -150,7 +150,7 @@ def weights_request(
     options: ConvertOptions = {
         "tag": tag,
         "dtype": weight_dtype(dtype),
-        "max_shard_bytes": limit,
+        "max_shard_size": limit,
         "exclude_frozen": exclude_frozen_parameters,
     }
     to = TargetFormat.SAFETENSORS if safe_serialization else TargetFormat.TORCH

@@ -33,7 +33,7 @@ from reshard.models.reports import (
     SealReport,
     Signing,
 )
-from reshard.option import PathLike, parse_percent, read_rules
+from reshard.option import PathLike, parse_percent, read_rules, renamed_argument
 from reshard.options import Options, SourceSpec
 from reshard.progress import progress_of
 from reshard.shared_work import shared_work
@@ -728,7 +728,9 @@ def _signing_of(
     )
 
 
-def push(directory: PathLike, url: str, *, overwrite: bool = False) -> PushResult:
+def push(
+    directory: PathLike, target: str | None = None, *, overwrite: bool = False, url: str | None = None
+) -> PushResult:
     """Upload weights that `convert` wrote to the Hugging Face hub, by one commit: all files appear at once, or none.
 
     What the hub has already is not sent again, and a branch that holds all of it gets no commit. To upload without a
@@ -736,10 +738,11 @@ def push(directory: PathLike, url: str, *, overwrite: bool = False) -> PushResul
 
     Args:
         directory: A local directory that `convert` wrote, to `safetensors`, `torch` or `peft`.
-        url: `hf://ORG/NAME` or `hf://ORG/NAME@BRANCH`. A repository that does not exist is created, private; a branch
-            that does not exist begins at `main`. The token is that of `HF_TOKEN` or of `hf auth login`.
+        target: `hf://ORG/NAME` or `hf://ORG/NAME@BRANCH`. A repository that does not exist is created, private; a
+            branch that does not exist begins at `main`. The token is that of `HF_TOKEN` or of `hf auth login`.
         overwrite: True to replace other content under these names, and to remove weights under other names. The
             history of the repository keeps it.
+        url: The former name of `target`.
 
     Returns:
         The commit.
@@ -750,7 +753,8 @@ def push(directory: PathLike, url: str, *, overwrite: bool = False) -> PushResul
         SourceError: `source.not_found` if the directory is no output of `convert`.
         StorageError: `storage.denied`, `storage.unavailable`; `storage.conflict` if the branch moved meanwhile.
     """
-    return load_engine().push(os.fspath(directory), url, overwrite=overwrite)
+    place = renamed_argument("target", target, "url", url)
+    return load_engine().push(os.fspath(directory), place, overwrite=overwrite)
 
 
 def verify_sealed(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.choices import ParamOrder
 from reshard.errors import RequestError, counted, format_size, printable
@@ -21,8 +22,31 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 """A local path, or a URL such as `s3://bucket/key` as text."""
+_Value = TypeVar("_Value")
 Order = PathLike | Sequence[str]
 """An order of parameters: `model`, `groups`, a list of names, or a file with a name a line."""
+
+
+def renamed_argument(name: str, value: _Value | None, former: str, given: _Value | None) -> _Value:
+    """The value of an argument that had another name in the release before, which works for this release.
+
+    Args:
+        name: The name of the argument.
+        value: Its value; None if it was not given.
+        former: Its former name.
+        given: The value under the former name.
+
+    Raises:
+        TypeError: Neither was given, or both were.
+    """
+    if given is None:
+        if value is None:
+            raise TypeError(f"missing the argument {name!r}")
+        return value
+    if value is not None:
+        raise TypeError(f"{former!r} is the former name of the argument {name!r}, and both were given")
+    warnings.warn(f"{former!r} is now {name!r}; the former name works for this release", DeprecationWarning, 3)
+    return given
 
 
 class Section(StrEnum):

@@ -119,7 +119,7 @@ TARGETS = (
         label="Weights (pytorch_model.bin)",
         contains="weights in pytorch_model.bin",
         use="Weights",
-        also=("pytorch", "pt"),
+        also=("pytorch", "pt", "bin", "pytorch_bin"),
         options=_OF_WEIGHTS,
         loads=(
             _BY_TRANSFORMERS,

@@ -200,7 +200,10 @@ def test_what_cannot_be_quantized_is_refused(llama: Path, tmp_path: Path) -> Non
         assert not (tmp_path / "out").exists()
         return error.code, error.message
 
-    assert refused(to="torch") == ("request.invalid", "--quantize is for safetensors")
+    assert refused(to="torch") == (
+        "request.invalid",
+        "--to torch does not take --quantize; it is for --to safetensors",
+    )
     assert refused(quantize=None, quantize_layers="*")[0] == "request.invalid"
     assert refused(model_files=None)[0] == "request.unsatisfiable"
     assert refused(quantize_layers="lm_head.weight")[0] == "request.unsatisfiable"

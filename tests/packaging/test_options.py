@@ -218,7 +218,8 @@ def test_a_flag_for_a_fraction_is_checked_as_its_field(field: str) -> None:
 
 def test_the_client_takes_every_option() -> None:
     own = set(ConvertOptions.__annotations__)
-    assert own == {*FIELDS, "options", "layout"}
+    named = {o.field: o.name for o in declared_options().values()}
+    assert own == {*(named.get(field, field) for field in FIELDS), "options", "layout"}
 
 
 @pytest.mark.parametrize("field", OF_FORMATS)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -18,12 +19,16 @@ from reshard.api.exchange import EventLines, ServerEvent
 from reshard.api.wire import Answer
 from reshard.choices import JobState
 from reshard.errors import JobError, RequestError, SourceError
+from reshard.functions import push
 from reshard.models.access import NewTenant, NewToken, RotateRequest
 from reshard.models.jobs import ConvertRequest, Job, JobList, SubmitRequest
+from reshard.models.keywords import ConvertOptions
+from reshard.option import renamed_argument
 from reshard.options import DeepSpeedOptions, PeftOptions, WeightsOptions
 from reshard.wire_model import RequestModel
 from servers.answering import Handler, answering
 
+FIELDS: Any = {"memory_limit_bytes": 2 << 30, "max_shard_bytes": 5 * 10**9, "part_bytes": 1 << 20}
 PROBLEM = {"code": "source.not_found", "detail": "nothing there", "fix": "look again", "details": {"url": "x"}}
 
 
@@ -85,6 +90,19 @@ def test_pauses_grow_and_obey_the_service() -> None:
     assert wire.pause_s(0, 1.0, answer(503, b"", **{"retry-after": "Wed, 21 Oct"})) == 0.25
 
 
+def test_arguments_under_their_former_names() -> None:
+    """`Client.inspect(url=...)` and `push(directory, url=...)`, where `url` is elsewhere the service."""
+    assert renamed_argument("source", "s3://a", "url", None) == "s3://a"
+    with pytest.warns(DeprecationWarning, match="'url' is now 'source'"):
+        assert renamed_argument("source", None, "url", "s3://a") == "s3://a"
+    for value, given in ((None, None), ("s3://a", "s3://b")):
+        with pytest.raises(TypeError, match="source"):
+            renamed_argument("source", value, "url", given)
+    for call, name in ((Client.inspect, "source"), (push, "target")):
+        assert [*signature(call).parameters][1] == name
+        assert "url" in signature(call).parameters
+
+
 def test_calls() -> None:
     request = wire.convert_request("s3://a", "s3://b", "universal", {"tag": "t", "threads": 2})
     call = wire.submit_call(request, {"labels": {"x": "y"}, "max_attempts": 4}, "key")
@@ -104,6 +122,16 @@ def test_calls() -> None:
     assert wire.stream_call("j", 7).headers["Last-Event-ID"] == "7"
     with pytest.raises(RequestError, match=r"request\.invalid: dtype is none of 'fp32'"):
         wire.convert_request("s3://a", "s3://b", "torch", {"dtype": "fp3"})
+    # The clients take the names and texts of the functions, and the names of fields as in the releases before.
+    sizes: ConvertOptions = {"memory_limit": "2GiB", "max_shard_size": "5GB", "part_size": 1 << 20}
+    request = wire.convert_request("s3://a", "s3://b", "torch", sizes)
+    assert (request.memory_limit_bytes, request.part_bytes) == (2 << 30, 1 << 20)
+    assert request.options.of(WeightsOptions).max_shard_bytes == 5 * 10**9
+    assert wire.convert_request("s3://a", "s3://b", "torch", FIELDS) == request
+    with pytest.raises(RequestError, match="max_shard_size and max_shard_bytes are one option"):
+        wire.convert_request("s3://a", "s3://b", "torch", FIELDS | sizes)
+    with pytest.raises(RequestError, match=r"request\.invalid"):
+        wire.convert_request("s3://a", "s3://b", "torch", {"memory_limit": "much"})
     # A service may have formats that are not installed here.
     assert wire.convert_request("s3://a", "s3://b", "cake", {}).to == "cake"
 

@@ -33,6 +33,7 @@ from reshard.models.jobs import (
 )
 from reshard.models.keywords import ConvertOptions
 from reshard.models.resume import RunLaunch
+from reshard.option import renamed_argument
 from reshard.options import SourceSpec
 
 T = TypeVar("T")
@@ -85,19 +86,21 @@ class Client:
 
     def inspect(
         self,
-        url: str | SourceSpec,
+        source: str | SourceSpec | None = None,
         *,
         tag: str | None = None,
         profile: str | None = None,
         launch: RunLaunch | None = None,
+        url: str | SourceSpec | None = None,
     ) -> Inspection:
         """Describe a checkpoint that the service can read, from its metadata.
 
         Args:
-            url: The checkpoint, as the service sees it: an absolute path or a URL; or a `SourceSpec`.
+            source: The checkpoint, as the service sees it: an absolute path or a URL; or a `SourceSpec`.
             tag: Checkpoint tag; by default what `latest` names.
             profile: Name of a storage profile of the service.
             launch: A run that is about to resume from it: the answer's `resume` says what the run loads.
+            url: The former name of `source`.
 
         Returns:
             The description.
@@ -107,7 +110,8 @@ class Client:
             RequestError: `request.root_forbidden`, `request.unauthorized` and the like: the service refuses.
             JobError: `job.wait_timeout`: reading takes longer than the service allows; `service.unavailable`.
         """
-        spec = url if isinstance(url, SourceSpec) else SourceSpec(url=url, tag=tag, profile=profile)
+        place = renamed_argument("source", source, "url", url)
+        spec = place if isinstance(place, SourceSpec) else SourceSpec(url=place, tag=tag, profile=profile)
         body = {
             **spec.model_dump(mode="json"),
             **({} if launch is None else {"launch": launch.model_dump(mode="json")}),

@@ -11,7 +11,8 @@ from urllib.parse import quote
 from pydantic import BaseModel, ValidationError
 
 from reshard.choices import JobState, TargetFormat
-from reshard.errors import JobError, ReshardError, from_problem, printable
+from reshard.declared import declared_options
+from reshard.errors import JobError, RequestError, ReshardError, from_problem, printable
 from reshard.installed_formats import nested
 from reshard.models.jobs import ConvertRequest
 from reshard.models.keywords import ConvertOptions
@@ -74,11 +75,31 @@ def convert_request(
 
 
 def request_fields(source: str | SourceSpec, to: TargetFormat | str, options: ConvertOptions) -> dict[str, Any]:
-    """The fields that requests of conversions and of layouts share, from the arguments of the SDK; not validated."""
-    fields: dict[str, Any] = dict(options)
+    """The fields that requests of conversions and of layouts share, from the arguments of the SDK; not validated.
+
+    Raises:
+        RequestError: `request.invalid` for an option under both of its names, and for a text that is no size.
+    """
+    fields = _by_field(options)
     said = {name: fields.pop(name) for name in (*SourceSpec.model_fields,) if name in fields}
     spec = source if isinstance(source, SourceSpec) else {"url": source, **said}
     return {"source": spec, "to": to, **nested(fields)}
+
+
+def _by_field(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by the names of their fields: the functions' `memory_limit="1GiB"` is the field `memory_limit_bytes`."""
+    named = {o.name: o for o in declared_options().values() if o.name != o.field}
+    fields = {name: value for name, value in options.items() if name not in named}
+    for name, option in named.items():
+        if name not in options:
+            continue
+        if option.field in fields:
+            raise RequestError(
+                "request.invalid", f"{name} and {option.field} are one option", fix=f"leave {option.field} out"
+            )
+        if (value := options[name]) is not None:
+            fields[option.field] = option.value(value)
+    return fields
 
 
 def submit_call(request: ConvertRequest, settings: Mapping[str, Any], key: str, job_id: str | None = None) -> Call:

@@ -272,7 +272,7 @@ class ConvertOptions(OptionKeywords, total=False):
     """Rules (YAML) for a tensor-parallel source that does not say how it is cut."""
     base: str | None
     """Weights of the base model, if the source was saved without frozen parameters."""
-    max_shard_bytes: int | None
+    max_shard_size: int | str | None
     """Largest weights file, such as 5GB."""
     model_files: str | None
     """Copy config.json, tokenizer and generation files of DIR beside the weights."""
@@ -281,13 +281,13 @@ class ConvertOptions(OptionKeywords, total=False):
     megatron-deepspeed-grouped or -split; default: what the source says."""
     megatron_args: str | None
     """`to="megatron"`: arguments of the run (JSON), beside those that the source holds."""
-    vpp: int | None
+    virtual_pipeline: int | None
     """Model chunks of a pipeline stage (`to="megatron"`)."""
     zero_stage: ZeroStage | str | None
     """ZeRO stage; default: as in the source. One of `0`, `1`, `2`, `3`, `bf16`."""
-    memory_limit_bytes: int
+    memory_limit: int | str
     """Memory for buffers and metadata, such as 1GiB (the default)."""
-    part_bytes: int
+    part_size: int | str
     """Size of a unit of work and of a multipart part, such as 64MiB (the default)."""
     trainer_files: str | None
     """Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target."""
