@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import zipfile
 from pathlib import Path
@@ -18,11 +20,12 @@ from fsspec.implementations.zip import ZipFileSystem  # pyright: ignore[reportMi
 import reshard
 from house.expected import raised
 from house.repository import DATA
-from reshard.errors import RequestError, StorageError
+from reshard.errors import RequestError, SourceError, StorageError
 from reshard.filesystems import located
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.local import LocalEngine
+from reshard_engine.storage.fsspec_store import FsspecStore
 from reshard_engine.storage.locations import open_location
 from reshard_jobs.limits import Roots, TenantLimits
 
@@ -69,6 +72,23 @@ class Plain(fsspec.AbstractFileSystem):
         directory = path.is_dir()
         name, size = str(path.relative_to(self.top)), 0 if directory else path.stat().st_size
         return {"name": name, "size": size, "type": "directory" if directory else "file"}
+
+
+class Moving(Plain):
+    """Files with times; one of them is saved again between the look at its details and the read."""
+
+    protocol = "moving"
+    saved_again = False
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+        if self.saved_again:
+            data = (self.top / path).read_bytes()
+            (self.top / path).write_bytes(data)
+            os.utime(self.top / path, (1, self.calls))
+        return super().cat_file(path, start, end)
+
+    def _entry(self, path: Path) -> Entry:
+        return {**super()._entry(path), "mtime": path.stat().st_mtime}
 
 
 class Bucket(Plain):
@@ -123,6 +143,15 @@ def test_files_without_a_version_are_named(tmp_path: Path) -> None:
     assert [w for w in found.warnings if "neither a version nor a time" in w] != []
     planned = reshard.plan(Plain(SAMPLE).get_mapper("global_step3"), tmp_path / "made", to="zero", dp=3)
     assert [w for w in planned.warnings if "neither a version nor a time" in w] != []
+
+
+def test_a_save_between_a_look_and_a_read_is_noticed(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLE, tmp_path / "run")
+    moving = Moving(tmp_path)
+    with reshard.open_layout(moving.get_mapper("run"), to="safetensors") as layout:
+        name = next(f.path for f in layout.files if f.path.endswith(".safetensors"))
+        moving.saved_again = True
+        assert raised(SourceError, layout.read, name).code == "source.changed"
 
 
 def test_a_file_system_of_one_connection_is_called_by_one_thread_at_a_time(tmp_path: Path) -> None:
@@ -182,6 +211,8 @@ def test_the_profile_counts_for_urls_of_its_scheme_alone(memory: MemoryFileSyste
     url, profile = located(memory.get_mapper("/any/run"))
     assert open_location(url, profile).store.list_directory("/any/run").directories
     assert open_location(str(SAMPLE), profile).store.scheme == "file"
+    assert isinstance(open_location(url, profile).store, FsspecStore)
+    assert not isinstance(open_location("s3://bucket/base", profile).store, FsspecStore)
 
 
 def test_another_process_is_told_the_reason(tmp_path: Path) -> None:
