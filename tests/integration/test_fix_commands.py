@@ -74,7 +74,9 @@ def filled(line: str, words: dict[str, str]) -> list[str]:
     known["{}"] = known["{}{}"] = known.get(kind or "SRC", "")
     if "--cert" in found:
         known["{}"] = words["CERT"]
-    if "megatron" in found:
+    if "DST/iter_NNNNNNN" in found:
+        # The format, with the number of expert-parallel ranks behind it if there are several.
+        found[found.index("--to") + 1] = "megatron"
         known["{}"], known["DST/iter_NNNNNNN"] = words["MEGATRON"], f"{words['DST']}/iter_0000007"
     if "--ep" in found:
         found[found.index("--ep") + 1] = "2"
