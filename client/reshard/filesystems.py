@@ -8,8 +8,9 @@ source are never those of the target.
 from __future__ import annotations
 
 import os
+import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard
 
 from reshard.errors import RequestError, printable
@@ -88,9 +89,10 @@ class AttachedFilesystem:
             path: A path in it.
             protocol: The scheme, if the path has one of its own.
         """
-        own = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
-        # sshfs 2026.8.0 leaves the protocol of the base class.
-        scheme = protocol or (type(filesystem).__name__.lower() if own == "abstract" else str(own))
+        own = [filesystem.protocol] if isinstance(filesystem.protocol, str) else [*filesystem.protocol, "abstract"]
+        # sshfs 2026.8.0 leaves the protocol of the base class. A scheme has no underscore (RFC 3986, 3.1).
+        scheme = protocol or (type(filesystem).__name__.lower() if own[0] == "abstract" else str(own[0]))
+        scheme = re.sub(r"[^a-z0-9+.-]", "-", scheme.lower())
         host = getattr(filesystem, "host", None) or getattr(filesystem, "storage_options", {}).get("host")
         if not (isinstance(host, str) and host):
             host = "" if path.strip("/") else type(filesystem).__name__
@@ -107,10 +109,11 @@ class AttachedFilesystem:
             return path
         return f"{self.scheme}://" + "/".join(part for part in (self.host, path.strip("/")) if part)
 
-    def path_of(self, url: str) -> str:
-        """The path that a URL names."""
-        rest = url.partition("://")[2]
-        inner = rest.removeprefix(self.host).removeprefix("/") if self.host else rest
+    def path_of(self, url: str) -> str | None:
+        """The path that a URL of this scheme names; None for a URL of another host."""
+        host, _, inner = url.partition("://")[2].partition("/") if self.host else ("", "", url.partition("://")[2])
+        if host != self.host:
+            return None
         return self.lead + inner if inner else ""
 
 
@@ -122,7 +125,7 @@ _lock = threading.Lock()
 def located(place: SourcePlace) -> tuple[str, str | None]:
     """The URL of a source, and the profile of its file system; None for a path or a URL as text.
 
-    A local file system needs no profile: its paths are those of this machine.
+    The file system of this machine (`LocalFileSystem`) needs no profile.
 
     Raises:
         RequestError: `request.invalid` for something else than a place.
@@ -133,8 +136,10 @@ def located(place: SourcePlace) -> tuple[str, str | None]:
     path = str(filesystem._strip_protocol(path))  # noqa: SLF001 - all methods of fsspec's file systems begin with it
     named = "" if _is_filesystem(place) else getattr(place, "protocol", "")
     attached = AttachedFilesystem.of(filesystem, path, named if isinstance(named, str) else "")
-    if attached.scheme in {"file", "local"}:
+    if any(kind.__name__ == "LocalFileSystem" for kind in type(filesystem).__mro__):
         return path, None
+    if attached.scheme in {"file", "local"}:  # paths of this machine, but from another root
+        attached = replace(attached, scheme=f"{attached.scheme}-system")
     with _lock:
         name = next((n for n, known in _attached.items() if known.same(attached)), f"{_PROFILE}{len(_attached) + 1}")
         _attached.setdefault(name, attached)

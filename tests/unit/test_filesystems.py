@@ -91,6 +91,47 @@ class Moving(Plain):
         return {**super()._entry(path), "mtime": path.stat().st_mtime}
 
 
+class Remembering(Moving):
+    """As FTP's file system: a listing is kept until its own directory is named, the root by its name."""
+
+    protocol = "remembering"
+    root_marker = "/"
+
+    def __init__(self, top: Path) -> None:
+        super().__init__(top)
+        self.kept: dict[str, list[Entry]] = {}
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        if path is None:
+            self.kept.clear()
+        else:
+            self.kept.pop(path, None)
+
+    def ls(self, path: str, detail: bool = True, **options: object) -> list[Any]:
+        whole = "/" + path.strip("/")
+        if whole not in self.kept:
+            self.kept[whole] = [{**e, "name": f"/{e['name']}"} for e in super().ls(whole.strip("/"), **options)]
+        return self.kept[whole] if detail else [e["name"] for e in self.kept[whole]]
+
+    def info(self, path: str, **_: object) -> Entry:
+        if not path.strip("/"):
+            return {"name": "/", "size": 0, "type": "directory"}
+        found = next((e for e in self.ls(self._parent(path)) if e["name"] == path.rstrip("/")), None)
+        if found is None:
+            raise FileNotFoundError(path)
+        return found
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+        return super().cat_file(path.strip("/"), start, end)
+
+
+class Far(Plain):
+    """Of one host."""
+
+    protocol = "far"
+    host = "h"
+
+
 class Bucket(Plain):
     """As s3fs, but for what it lists."""
 
@@ -154,10 +195,65 @@ def test_a_save_between_a_look_and_a_read_is_noticed(tmp_path: Path) -> None:
         assert raised(SourceError, layout.read, name).code == "source.changed"
 
 
+def test_a_listing_of_the_root_is_not_believed(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLE / "global_step3", tmp_path / "root")
+    kept = Remembering(tmp_path / "root")
+    with reshard.open_layout(kept.get_mapper("/"), to="safetensors") as layout:
+        name = next(f.path for f in layout.files if f.path.endswith(".safetensors"))
+        kept.saved_again = True
+        assert raised(SourceError, layout.read, name).code == "source.changed"
+
+
+def test_a_url_of_another_host_is_not_of_this_file_system() -> None:
+    url, profile = located(Far(SAMPLE).get_mapper("global_step3"))
+    assert url == "far://h/global_step3"
+    assert open_location(url, profile).path == "global_step3"
+    for other in ("far://hw", "far://other/w"):
+        assert raised(RequestError, open_location, other, profile).code == "request.unknown_scheme"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"name": "run/a"}, {"name": "run/a", "type": "file"}, {"name": "run/a", "type": "file", "size": None}, "run/a",
+     {"name": "run/a", "type": "file", "size": -5}, {"name": "run/a", "type": "file", "size": "abc"}],
+)  # fmt: skip
+def test_a_malformed_listing_is_refused(entry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Plain(tmp_path)
+    monkeypatch.setattr(plain, "ls", lambda *_, **__: [entry])
+    assert raised(RequestError, reshard.inspect, plain.get_mapper("run")).code == "request.invalid"
+
+
+def test_links_that_lead_nowhere_hide_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ls, info = Plain(SAMPLE), Plain(SAMPLE).ls, Plain(SAMPLE).info
+
+    def refuse(path: str) -> Entry:
+        if "dead" in path:
+            raise {"1": NotADirectoryError, "2": PermissionError, "3": OSError}[path[-1]](path)
+        return info(path)
+
+    dead = [{"name": f"global_step3/dead{n}", "type": "link", "size": 1} for n in (1, 2, 3)]
+    monkeypatch.setattr(plain, "ls", lambda path, **_: [*ls(path), *dead])
+    monkeypatch.setattr(plain, "info", refuse)
+    assert reshard.inspect(plain.get_mapper("global_step3")).format == "deepspeed-zero3"
+
+
+def test_a_file_that_becomes_a_directory_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Plain(SAMPLE)
+    with reshard.open_layout(plain.get_mapper("global_step3"), to="safetensors") as layout:
+        name = next(f.path for f in layout.files if f.path.endswith(".safetensors"))
+
+        def refuse(*_: object, **__: object) -> bytes:
+            raise NotADirectoryError
+
+        monkeypatch.setattr(plain, "cat_file", refuse)
+        assert raised(SourceError, layout.read, name).code == "source.changed"
+
+
 def test_a_file_system_of_one_connection_is_called_by_one_thread_at_a_time(tmp_path: Path) -> None:
     plain = Plain(SAMPLE)
     reshard.convert(plain.get_mapper("global_step3"), tmp_path / "made", to="zero", dp=3, threads=8)
     assert plain.calls > 20
+    assert reshard.diff(plain.get_mapper("global_step3"), plain.get_mapper("/global_step3")).equal
     assert reshard.diff(tmp_path / "made", SAMPLE).equal
 
 

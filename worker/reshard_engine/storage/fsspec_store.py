@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from reshard.errors import RequestError, ReshardError, StorageError, printable
 from reshard_engine.storage.protocol import Listing, ObjectInfo, changed, refuse_unclear_path
@@ -15,16 +15,17 @@ from reshard_engine.storage.protocol import Listing, ObjectInfo, changed, refuse
 _ETAGS = ("ETag", "etag")
 _GENERATION = "generation"
 _CONTENTS = ("sha256", "sha", "md5Hash", "content_md5", "checksum", "blob_id", "CRC")
-_TIMES = ("mtime", "modified", "modify", "updated", "LastModified", "last_modified", "created", "date_time")
+_TIMES = ("mtime", "modified", "modify", "updated", "LastModified", "last_modified", "date_time")
 """Keys of the details that file systems report of a file.
 
-The `time` of sshfs is that of the last read.
+The `time` of sshfs is that of the last read, and `created` of `memory` stays when a file is changed in place.
 
 Sources: s3fs 2026.9.0 `core.py`, gcsfs 2026.6.0 `core.py` (`generation`, `md5Hash`), adlfs 2026.8.0 `spec.py`
 (`etag`, `content_md5`), huggingface_hub 2.4.0 `hf_file_system.py` (`blob_id`), and fsspec 2026.9.0
-`implementations/`: `ftp` (`modify`), `sftp` (`mtime`), `github` (`sha`), `memory` (`created`), `zip` (`CRC`,
-`date_time`), `arrow` (`mtime`); sshfs 2026.8.0 `spec.py` (`mtime`).
+`implementations/`: `ftp` (`modify`), `sftp` (`mtime`), `github` (`sha`), `zip` (`CRC`, `date_time`),
+`arrow` (`mtime`); sshfs 2026.8.0 `spec.py` (`mtime`).
 """
+_LOCK = "_reshard_lock"
 _UNSAFE: tuple[type[BaseException], ...] = (MemoryError, ReshardError)
 """Exceptions that are not the file system's."""
 _Result = TypeVar("_Result")
@@ -49,39 +50,37 @@ class FsspecStore:
         self._fs = filesystem
         self._lead = lead
         self.scheme = scheme
-        # fsspec makes a file system for each thread, since many, such as FTP's, have one connection or one open file.
         self._reads_ranges = _takes_ranges(filesystem)
-        self._alone: AbstractContextManager[Any] = nullcontext() if _is_parallel(filesystem) else threading.Lock()
+        self._alone: AbstractContextManager[Any] = nullcontext() if _is_parallel(filesystem) else _lock_of(filesystem)
 
     def list_directory(self, path: str, *, most: int | None = None) -> Listing:
         """The immediate children of a directory, any `most` of them at the most; empty if there is none."""
 
-        def listed() -> list[dict[str, Any]]:
+        def listed() -> tuple[list[ObjectInfo], list[str]]:
             self._fs.invalidate_cache()
-            return list(self._fs.ls(self._own(path), detail=True))
+            entries = [*map(self._followed, list(self._fs.ls(self._own(path), detail=True))[:most])]
+            names = [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
+            return [self._info(e) for e in entries if e["type"] == "file"], names
 
         try:
-            entries = [*map(self._followed, self._call(listed, path.rstrip("/"))[:most])]
+            files, names = self._call(listed, path.rstrip("/"))
         except (FileNotFoundError, NotADirectoryError):
             return Listing((), ())
-        files = [self._info(e) for e in entries if e["type"] == "file"]
-        names = [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
         # The directory itself: object stores have an object of its name and a slash, FTP lists a file as its own child.
         return Listing.of([f for f in files if f.path.rstrip("/") != path.rstrip("/")], names)
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every file below a directory, sorted by path."""
 
-        def walked() -> list[dict[str, Any]]:
+        def walked() -> list[ObjectInfo]:
             self._fs.invalidate_cache()
-            return list(self._fs.find(self._own(path), detail=True).values())
+            entries = map(self._followed, self._fs.find(self._own(path), detail=True).values())
+            return [self._info(e) for e in entries if e["type"] == "file"]
 
         try:
-            entries = self._call(walked, path.rstrip("/"))
+            return sorted(self._call(walked, path.rstrip("/")), key=lambda f: f.path)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        files = [self._info(e) for e in map(self._followed, entries) if e["type"] == "file"]
-        return sorted(files, key=lambda f: f.path)
 
     def stat(self, path: str) -> ObjectInfo | None:
         """The file at exactly this path, or None."""
@@ -101,7 +100,7 @@ class FsspecStore:
 
         try:
             data = self._call(read, info.path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise changed(info) from None
         if len(data) != len(buffer):
             raise changed(info)
@@ -118,21 +117,21 @@ class FsspecStore:
         """The details of what a link leads to; SFTP lists links as such. Links that lead nowhere stay what they are."""
         if entry["type"] != "link":
             return entry
-        name = str(entry["name"])
-        with suppress(FileNotFoundError):
-            return {**self._call(lambda: self._fs.info(name), self._lead + name.strip("/")), "name": name}
+        with suppress(OSError):
+            return {**self._fs.info(entry["name"]), "name": entry["name"]}
         return entry
 
     def _fresh(self, path: str) -> ObjectInfo | None:
         """The file as it is now, whatever the file system remembers of its directory."""
-        own = self._own(path)
-        self._fs.invalidate_cache(own)
-        self._fs.invalidate_cache(own.rpartition("/")[0])
-        entry: dict[str, Any] = self._fs.info(own)
+        # Which of its listings has the file is for the file system to know: FTP's keeps that of its root under `/`.
+        self._fs.invalidate_cache()
+        entry: dict[str, Any] = self._fs.info(self._own(path))
         return self._info(entry) if entry["type"] == "file" else None
 
     def _info(self, entry: dict[str, Any]) -> ObjectInfo:
-        size = int(entry.get("size") or 0)
+        if (size := entry["size"]) is None or int(size) < 0:
+            raise ValueError(f"the file system tells no size of {printable(str(entry['name']))}")
+        size = int(size)
         return ObjectInfo(self._lead + str(entry["name"]).strip("/"), size, _pin(entry, size))
 
     def _own(self, path: str) -> str:
@@ -162,7 +161,9 @@ class FsspecStore:
     def _typed(self, error: Exception, path: str) -> ReshardError:
         where = f"{self.scheme}://{printable(path.lstrip('/'))}"
         told = printable(str(error) or type(error).__name__)
-        if isinstance(error, ValueError | ImportError | NotImplementedError | TypeError):
+        if isinstance(error, LookupError | TypeError | AttributeError):
+            told = f"its file system lists or reads files in another way than fsspec describes ({told})"
+        if isinstance(error, ValueError | ImportError | NotImplementedError | LookupError | TypeError | AttributeError):
             return RequestError(
                 "request.invalid",
                 f"{where}: {told}",
@@ -202,6 +203,12 @@ def _takes_ranges(filesystem: Any) -> bool:
     """False for a file system that reads whole files where a range is asked for, as that of sshfs 2026.8.0 does."""
     call = filesystem._cat_file if getattr(filesystem, "async_impl", False) else filesystem.cat_file  # noqa: SLF001
     return "start" in signature(call).parameters
+
+
+def _lock_of(filesystem: Any) -> AbstractContextManager[Any]:
+    """The lock of a file system, whatever stores wrap it: many, such as FTP's, have one connection or one open file."""
+    lock: AbstractContextManager[Any] = cast("dict[str, Any]", vars(filesystem)).setdefault(_LOCK, threading.Lock())
+    return lock
 
 
 def _is_parallel(filesystem: Any) -> bool:

@@ -87,8 +87,9 @@ def open_location(url: str, profile: str | None = None, *, beside: Location | No
     scheme, path = scheme_of(url), name.partition("://")[2]
     if is_of_process(profile):
         attached = attached_to(profile, name)
-        if scheme_of(f"{attached.scheme}://") == scheme:
-            return _attached(attached, name)
+        inner = attached.path_of(name) if scheme_of(f"{attached.scheme}://") == scheme else None
+        if inner is not None:
+            return Location(_attached_store(attached, scheme, inner), inner, name)
         profile = None
     if (served := _SERVED.get().get(scheme)) is not None:
         return Location(served, path, name)
@@ -123,12 +124,12 @@ def service_store(scheme: str) -> type[ServiceStore]:
     return found
 
 
-def _attached(attached: AttachedFilesystem, url: str) -> Location:
-    scheme, path = scheme_of(url), attached.path_of(url)
+def _attached_store(attached: AttachedFilesystem, scheme: str, path: str) -> Store:
     protocols = attached.filesystem.protocol
     named = (protocols,) if isinstance(protocols, str) else tuple(protocols)
     kind = printable(type(attached.filesystem).__name__)
-    if not {*named}.isdisjoint(_WRAPPING):
+    caches = any(c.__name__ == "CachingFileSystem" for c in type(attached.filesystem).__mro__)
+    if caches or not {*named}.isdisjoint(_WRAPPING):
         raise RequestError(
             "request.invalid",
             f"{kind} wraps another file system, and may serve bytes of another version than the one that it lists",
@@ -146,7 +147,7 @@ def _attached(attached: AttachedFilesystem, url: str) -> Location:
             f"{kind} alone names no bucket",
             fix="name the directory as well: `fs.get_mapper('bucket/path')`",
         )
-    return Location(FsspecStore(attached.filesystem, scheme, lead=attached.lead), path, url)
+    return FsspecStore(attached.filesystem, scheme, lead=attached.lead)
 
 
 def _generic(scheme: str) -> Store:
