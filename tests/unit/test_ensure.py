@@ -372,6 +372,26 @@ def test_a_named_place(save: Path, tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in foreign.rglob("*") if p.is_file() and ".reshard" not in p.parts} == before
 
 
+def test_a_named_place_that_is_the_checkpoint_itself(save: Path, tmp_path: Path) -> None:
+    """A distributed checkpoint has no tag: its record lies beside the directory, which the conversion makes."""
+    out, other = tmp_path / "there" / "dcp", tmp_path / "there" / "other"
+    for _ in range(2):
+        assert reshard.ensure(save, to="dcp", out=out) == str(out)
+    assert reshard.ensure(save, to="dcp", out=other) == str(other)
+    assert reshard.diff(save, out, common=True).equal
+    assert reshard.diff(out, other).equal
+    assert not (out / ".reshard").exists()
+    kept = (out / "reshard.json").read_bytes()
+    assert raised(RequestError, reshard.ensure, DATA / "zero3_tiny", to="dcp", out=out).code == "request.target_exists"
+    assert (out / "reshard.json").read_bytes() == kept
+
+
+def test_a_framework_that_is_not_known_is_refused_with_those_that_are(save: Path) -> None:
+    for call in (reshard.ensure, lambda *a, **k: reshard.direct(*a, **k).__enter__()):
+        error = raised(RequestError, call, save, to="dcp", framework="nope")
+        assert (error.code, "torchtitan" in error.fix) == ("request.invalid", True)
+
+
 def test_a_source_that_cannot_be_written(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: str, **_: Any) -> None:
         raise PermissionError(13, "Permission denied", path)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Unpack
 
+from pydantic import ValidationError
+
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.dcp_options import Framework
 from reshard.declared import choices_of_source, declared_options, present_names
@@ -55,6 +57,7 @@ from reshard.models.keywords import ChoiceKeywords
 from reshard.models.resume import ResumeLayout
 from reshard.option import size_of
 from reshard.options import SourceSpec
+from reshard.wire_model import invalid
 
 _FILES_OF_RANKS = (TargetFormat.FSDP_RANKS, TargetFormat.TORCH_CHECKPOINTING)
 _JOINED_LATER = {"family", "stage", "resume"}
@@ -354,7 +357,10 @@ class _Task:
             **({"pointer": True} if record.is_tag else {}),
             **{name: value for name, value in given.items() if value is not None},
         }
-        return ConvertRequest.model_validate(nested(fields))
+        try:
+            return ConvertRequest.model_validate(nested(fields))
+        except ValidationError as error:
+            raise invalid(error, {}, keywords=True) from None
 
     def remote(self, source: str, tag: str | None, out: str | None) -> Ensured:
         """Handle an object store: processes elect no owner, and files beside the tag are not copied."""
@@ -490,10 +496,14 @@ class _Local:
 
     def __init__(self, task: _Task, src: str, source: LocalSource, out: str | None) -> None:
         self._task, self._src, self._source, self._out = task, src, source, out
-        self._home = out or source.home
+        self._home, named = out or source.home, "" if out is None else "out"
+        if out is not None and self._is_directory:
+            # The result is this directory itself, which the conversion makes anew: its record lies beside it.
+            self._home, name = os.path.split(out.rstrip("/"))
+            named = f"out {name}"
         self._records = Records(self._home)
         # The key contains no paths: hosts may see the directory of the records under different paths.
-        self._facts = (*source.tags, source.fingerprint(), "" if out is None else "out")
+        self._facts = (*source.tags, source.fingerprint(), named)
         self._asked = _key(task.wanted.key(), *self._facts)
         """Key of this call. Other calls with the same arguments wait for its record."""
         self._nonce = ""

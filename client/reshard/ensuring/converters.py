@@ -55,7 +55,7 @@ def _fixes_for_ensure(source: SourceSpec, flags: Mapping[str, object]) -> Genera
         given = [f"--{n.replace('_', '-')} {shlex.quote(str(v))}" for n, v in named.items() if v is not None]
         own = [] if found[0].startswith("--to ") else given
         command = " ".join(["reshard convert", shlex.quote(source.url), "DST", *own, found[0]])
-        fix = f"{error.fix[: found.start()]}{command}{error.fix[found.end() :]}"
+        fix = f"{error.fix[: found.start()].removesuffix('add ')}{command}{error.fix[found.end() :]}"
         raise type(error)(error.code, error.message, fix=fix, details=error.details) from error
 
 

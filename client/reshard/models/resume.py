@@ -19,6 +19,8 @@ LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 set the first one, also inside an allocation of Slurm."""
 SAY_DP = "say how many data-parallel ranks the run will have: --dp N, or reshard.ensure(src, dp=N)"
 _Ranks = Annotated[int | None, Field(ge=1, le=1 << 20)]
+_RanksOfModel = Annotated[int | None, Field(ge=1, le=1 << 12)]
+"""The bounds of `RunLayout`."""
 
 
 def ranks_unknown() -> RequestError:
@@ -42,9 +44,9 @@ class RunLaunch(RequestModel):
     """The framework that loads a distributed checkpoint."""
     dp: _Ranks = None
     """Data-parallel ranks; None for what `processes` leaves."""
-    tp: _Ranks = None
-    pp: _Ranks = None
-    ep: _Ranks = None
+    tp: _RanksOfModel = None
+    pp: _RanksOfModel = None
+    ep: _RanksOfModel = None
     processes: _Ranks = None
     """Processes that the launcher starts; None where no launcher tells."""
     zero_stage: ZeroStage | None = None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from house.repository import DATA
 from house.saves import wanted
@@ -34,6 +35,19 @@ def checkpoint(*, facts: dict[str, Any] | None = None, **fields: Any) -> Checkpo
     found = read_checkpoint(open_location(str(DATA / "zero2_tiny")), None, OpaqueLedger(OpaquePolicy.KEEP))
     assert isinstance(found.facts, DeepSpeedFacts)
     return replace(found, facts=replace(found.facts, **facts or {}), **fields)
+
+
+def test_stage_0_does_not_load_with_ranks_that_the_experts_do_not_divide() -> None:
+    """Without ZeRO the number of data-parallel ranks is free, but for its groups of experts."""
+    moe = checkpoint(facts={"zero_stage": 0}, world={"dp": 2, "tp": 1, "pp": 1, "ep": 2})
+    assert [resumed(moe, dp=dp).fits for dp in (1, 2, 3, 4)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep"])
+def test_a_launch_has_the_bounds_of_a_layout(axis: str) -> None:
+    assert RunLaunch(**{axis: 4096}).sizes({})[axis] == 4096  # type: ignore[arg-type]
+    with pytest.raises(ValidationError):
+        RunLaunch(**{axis: 4097})  # type: ignore[arg-type]
 
 
 def resumed(found: Checkpoint, loader: Loader | None = None, **given: Any) -> ResumeLayout:

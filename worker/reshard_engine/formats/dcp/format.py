@@ -201,6 +201,12 @@ class Dcp(Format):
     def layout_for(self, checkpoint: Checkpoint, launch: RunLaunch) -> ResumeLayout:
         """A distributed checkpoint, for any number of ranks, with the keys of the framework that loads it."""
         framework = launch.framework
+        if framework is not None and framework not in {*Framework}:
+            raise RequestError(
+                "request.invalid",
+                f"framework is {printable(framework)}",
+                fix=f"one of {', '.join(Framework)}",
+            )
         return ResumeLayout(
             to="dcp",
             layout=RunLayout(),

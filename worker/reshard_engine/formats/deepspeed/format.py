@@ -173,6 +173,9 @@ class DeepSpeed(Format):
             return False
         if any(world.get(axis, 1) != getattr(wanted.layout, axis) for axis in ("tp", "pp", "ep")):
             return False
+        if (wanted.layout.dp or 1) % wanted.layout.ep:
+            # Source: DeepSpeed 0.19.8 `utils/groups.py` (`_ensure_divisibility` of the data-parallel ranks).
+            return False
         if stage is not ZeroStage.STAGE_0 and world.get("dp") != wanted.layout.dp:
             # Without ZeRO every rank loads the same file, for any number of ranks.
             return False
