@@ -130,7 +130,7 @@ def request_of(given: Mapping[str, Any], fix: str, *, to_service: bool, named: M
     target = for_service(target) if to_service else target
     others = {n: v for n, v in given.items() if n not in of_source}
     said = _fields_of(others, declared_options(), to_service=to_service)
-    said |= {"to": named["to"], "options": dict[str, Any](named["options"] or {}), "target": target}
+    said |= {"to": named["to"], "options": {} if named["options"] is None else named["options"], "target": target}
     said["source"] = source_of(source, {n: v for n, v in given.items() if n in of_source})
     try:
         return ConvertRequest.model_validate(nested(said))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib import metadata
+from inspect import currentframe
 from typing import Annotated, Any, cast, get_args
 
 from pydantic import (
@@ -293,7 +294,7 @@ def present_places(fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
         values: Any = kept.get(format_name)
         if not isinstance(values, Mapping) or former not in values:
             continue
-        holder: Any = _plain(found.get("layout")) or {} if within else found
+        holder: Any = _plain(found.get("layout", {})) if within else found
         if not isinstance(holder, Mapping):
             continue
         present, value = ".".join((*within, name)), cast("Mapping[str, Any]", values)[former]
@@ -312,23 +313,35 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request, from arguments of a function: nested options are moved to their places.
 
     `layout` is the layout of the run as one value. Malformed values stay, so that validation refuses them.
+
+    Raises:
+        RequestError: `request.invalid`: an option is given twice, with two values.
     """
+    try:
+        return _nested(fields)
+    except ValueError as error:
+        raise RequestError("request.invalid", str(error), fix="give it once, such as `dp=8` alone") from None
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
     places = _places_by_keyword()
-    layout = _plain(fields.get("layout"))
-    given: list[tuple[tuple[str, ...], Any]] = []
+    layout = fields.get("layout")
+    layout = layout.model_dump(exclude_unset=True) if isinstance(layout, WireModel) else layout
+    found = {n: v for n, v in fields.items() if n not in places and n != "layout"}
     if isinstance(layout, Mapping):
         for called, value in cast("Mapping[str, Any]", layout).items():
             other = (called,) if called in ConversionOptions.model_fields else ("layout", called)
             place = places[called][0] if called in places else other
             if place[0] != "layout":
                 _warn_moved(f"layout.{called} is now {'.'.join(place)}")
-            given.append((place, value))
-    given += [(places[n][0], v) for n, v in fields.items() if n in places and v != places[n][1].get_default()]
-    found = {n: v for n, v in fields.items() if n not in places and n != "layout"}
-    if layout is not None and not isinstance(layout, Mapping):
+            found = _put(found, place, value)
+    elif layout is not None:
         found["layout"] = layout
-    for place, value in given:
-        found = _put(found, place, value)
+    for called, value in fields.items():
+        if called in places and value is not None:
+            place, info = places[called]
+            # A default is no choice, so that requests and their digests have what was chosen.
+            found = _put(found, place, value, only_beside=value == info.get_default())
     present, moved = present_places(found)
     for text in moved:
         _warn_moved(text)
@@ -359,19 +372,41 @@ def _places_by_keyword() -> dict[str, tuple[tuple[str, ...], FieldInfo]]:
     return found
 
 
-def _put(fields: Mapping[str, Any], place: Sequence[str], value: Any) -> dict[str, Any]:
-    """The fields with a value set; without it where its place is within a malformed value."""
+def _put(
+    fields: Mapping[str, Any], place: Sequence[str], value: Any, *, only_beside: bool = False, whole: str = ""
+) -> dict[str, Any]:
+    """The fields with a value set; without it where its place is within a malformed value.
+
+    Args:
+        fields: The fields.
+        place: The names that lead to the value.
+        value: The value.
+        only_beside: True to set nothing, and only to compare the value with that of the fields.
+        whole: The names that lead to `fields`, for the error.
+
+    Raises:
+        ValueError: The fields have another value there.
+    """
     name, *below = place
+    here = f"{whole}.{name}" if whole else name
     if not below:
-        return {**fields, name: value}
+        if fields.get(name) not in (None, value):
+            raise ValueError(f"{here} is given twice, as {printable(str(fields[name]))} and {printable(str(value))}")
+        return dict(fields) if only_beside else {**fields, name: value}
     inner = _plain(fields.get(name))
-    if inner is not None and not isinstance(inner, Mapping):
+    if (inner is not None and not isinstance(inner, Mapping)) or (inner is None and only_beside):
         return dict(fields)
-    return {**fields, name: _put(cast("Mapping[str, Any]", inner or {}), below, value)}
+    put = _put(cast("Mapping[str, Any]", inner or {}), below, value, only_beside=only_beside, whole=here)
+    return {**fields, name: put}
 
 
 def _warn_moved(text: str) -> None:
-    warnings.warn(f"{text}; the former place works for this release", DeprecationWarning, stacklevel=4)
+    # The line of the program that called: a plain script shows the warnings of its own lines alone.
+    # (`skip_file_prefixes` came with Python 3.12.)
+    frame, level = currentframe(), 1
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "reshard":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{text}; the former place works for this release", DeprecationWarning, stacklevel=level)
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, printable
 
 SCHEMA_VERSION = 1
 """The version of the models that a program may keep: results, plans, jobs."""
@@ -136,6 +136,8 @@ def said_of(problem: Mapping[str, Any]) -> str:
         return text.format(context.get(key))
     if kind == "extra_forbidden" and (place := context.get("place")) is not None:
         return f"is not a known field here: its place is {place}"
+    if kind == "value_error":  # of a validator of ours, or of a format of another package
+        return f"is refused: {printable(str(context.get('error', problem['msg'])))}"
     if kind in ("enum", "literal_error"):
         return f"is none of {context.get('expected')}"
     wanted = kind.removesuffix("_parsing").removesuffix("_type").removesuffix("_from_float")

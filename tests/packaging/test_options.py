@@ -16,7 +16,9 @@ from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+import reshard
 import reshard.models
+from house.expected import raised
 from house.repository import ROOT
 from reshard.api.wire import convert_request
 from reshard.choices import TargetFormat
@@ -29,7 +31,7 @@ from reshard.ensuring.call import loader_of
 from reshard.ensuring.world import Wanted
 from reshard.errors import RequestError
 from reshard.functions import request_of
-from reshard.installed_formats import option_fields, plain_kind
+from reshard.installed_formats import former_layout, option_fields, plain_kind
 from reshard.models.jobs import ConvertRequest, SubmitRequest
 from reshard.models.keywords import ConvertOptions
 from reshard.option import option_of as option_of_field
@@ -338,6 +340,62 @@ def test_the_api_names_places_that_have_moved(tmp_path: Path) -> None:
 
 FORMER = {"framework": ("grammar", "torchtitan")}
 """Options that had another name: that name, and a value."""
+
+
+_FORMER_LAYOUT = {"layout": former_layout()(dp=3, tp=1, zero_stage="2", rng="drop")}  # type: ignore[call-arg]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {**_FORMER_LAYOUT, "rng": "synthesize"},
+        {**_FORMER_LAYOUT, "tp": 2},
+        {"layout": {"tp": 2}, "tp": 1},
+        {**_FORMER_LAYOUT, "options": {"deepspeed": {"zero_stage": "1"}}},
+        {**_FORMER_LAYOUT, "options": {"deepspeed": {"tp": 2}}},
+        {"dp": 3, "zero_stage": "2", "options": {"deepspeed": {"zero_stage": "1"}}},
+        {"dp": 3, "options": {"deepspeed": {"dp": 4}}},
+        {"layout": {"virtual_pipeline": 2, "vpp": 3}},
+    ],
+)
+def test_an_option_that_is_given_twice_is_refused(given: Any) -> None:
+    error = raised(RequestError, convert_request, "a", "b", "zero", given)
+    assert error.code == "request.invalid"
+    assert "twice" in error.message or "both" in error.message
+    # And in the form of REST, where nothing is put together.
+    assert convert_request("a", "b", "zero", {"layout": {"dp": 3}, "dp": 3, "tp": 1}).layout == RunLayout(dp=3)
+
+
+@pytest.mark.parametrize("layout", [[], "", 0, False, None, "x"])
+def test_a_malformed_layout_beside_a_former_place_is_refused(layout: Any) -> None:
+    body = {"source": {"url": "a"}, "target": "b", "to": "zero", "layout": layout, "options": {"deepspeed": {"dp": 3}}}
+    with pytest.raises(ValidationError, match="layout"):
+        ConvertRequest.model_validate(body)
+
+
+def test_both_places_over_the_wire_are_named() -> None:
+    body = {
+        "source": {"url": "a"},
+        "target": "b",
+        "to": "zero",
+        "layout": {"dp": 3},
+        "options": {"deepspeed": {"dp": 3}},
+    }
+    with pytest.raises(ValidationError) as caught:
+        ConvertRequest.model_validate(body)
+    assert "options.deepspeed.dp is the former place of layout.dp, and both are given" in invalid(caught.value).message
+
+
+def test_options_that_are_no_mapping_are_refused() -> None:
+    error = raised(RequestError, lambda: reshard.plan("a", "b", to="zero", dp=3, options="x"))  # type: ignore[arg-type]
+    assert error.code == "request.invalid"
+
+
+def test_a_warning_is_of_the_line_that_called() -> None:
+    with pytest.warns(DeprecationWarning, match="former place") as caught:
+        convert_request("a", "b", "zero", {"options": {"deepspeed": {"dp": 3}}})
+    assert [warned.filename for warned in caught] == [__file__]
 
 
 def test_every_former_name_is_tried() -> None:
