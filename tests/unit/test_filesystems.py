@@ -257,6 +257,26 @@ def test_a_file_system_of_one_connection_is_called_by_one_thread_at_a_time(tmp_p
     assert reshard.diff(tmp_path / "made", SAMPLE).equal
 
 
+def test_two_places_on_one_file_system_take_turns() -> None:
+    """As the sides of a `diff`, or a checkpoint and its base model."""
+    plain = Plain(SAMPLE)
+    url, profile = located(plain.get_mapper("global_step3"))
+    first, second = (open_location(url, profile).store for _ in range(2))
+    info = first.list_tree("global_step3")[0]
+    other = threading.Thread(target=second.stat, args=(info.path,))
+    read = plain.cat_file
+
+    def while_it_reads(path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+        other.start()
+        other.join(0.5)
+        assert other.is_alive(), "the other place did not wait"
+        return read(path, start, end)
+
+    plain.cat_file = while_it_reads  # type: ignore[method-assign]
+    first.read_into(info, 0, memoryview(bytearray(8)))
+    other.join()
+
+
 def test_what_another_package_raises_gets_a_type(memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     class LoginError(Exception):
         """As `ftplib.Error`, it is no `OSError`."""
