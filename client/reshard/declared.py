@@ -188,10 +188,8 @@ def refuse_options_of_others(request: ConvertRequest) -> None:
     """
     targets = known_targets()
     target = targets[request.to]
-    given, of_others = (
-        {option.name: option for option, _ in given_options(request)},
-        options_of_others(target.name, targets),
-    )
+    of_others = options_of_others(target.name, targets)
+    given = {option.name: option for option, _ in given_options(request)}
     wrong = [option for name, option in given.items() if name in of_others]
     if wrong:
         flags = listed([o.flag for o in wrong])

@@ -17,7 +17,7 @@ from reshard.errors import RequestError, printable
 from reshard.option import PathLike
 
 _PROFILE = "fsspec:"
-"""What the profiles of file systems begin with. The names of an operator's profiles do not count for them."""
+"""The prefix of these profiles. A profile that an operator configured under such a name is never looked up."""
 
 
 class UniversalPath(Protocol):
@@ -38,7 +38,7 @@ class UniversalPath(Protocol):
 
 
 class Mapper(Protocol):
-    """What `fs.get_mapper(path)` returns: a directory of a file system. Source: fsspec 2026.9.0 `mapping.py`."""
+    """The result of `fs.get_mapper(path)`: a directory of a file system. Source: fsspec 2026.9.0 `mapping.py`."""
 
     @property
     def fs(self) -> Any:
@@ -111,7 +111,8 @@ class AttachedFilesystem:
 
     def path_of(self, url: str) -> str | None:
         """The path that a URL of this scheme names; None for a URL of another host."""
-        host, _, inner = url.partition("://")[2].partition("/") if self.host else ("", "", url.partition("://")[2])
+        rest = url.partition("://")[2]
+        host, _, inner = rest.partition("/") if self.host else ("", "", rest)
         if host != self.host:
             return None
         return self.lead + inner if inner else ""
@@ -128,7 +129,7 @@ def located(place: SourcePlace) -> tuple[str, str | None]:
     The file system of this machine (`LocalFileSystem`) needs no profile.
 
     Raises:
-        RequestError: `request.invalid` for something else than a place.
+        RequestError: `request.invalid` for an object that is not a place.
     """
     if isinstance(place, str | os.PathLike):
         return os.fspath(place), None
@@ -174,13 +175,7 @@ def refuse_for_service(url: str, profile: str | None) -> None:
         RequestError: `request.invalid`.
     """
     if is_of_process(profile):
-        raise RequestError(
-            "request.invalid",
-            f"the source {printable(url)} is on a file system of fsspec, an object of the process that made the "
-            "request: another process has neither the object nor its credentials",
-            fix='name the source by its URL as text, such as `source="s3://bucket/path"`, and credentials by a storage '
-            "profile of the service; or convert in the process that has the file system",
-        )
+        raise _of_another_process(url)
 
 
 def is_of_process(profile: str | None) -> TypeGuard[str]:
@@ -198,10 +193,19 @@ def attached_to(profile: str, url: str) -> AttachedFilesystem:
     Raises:
         RequestError: `request.invalid` in another process than the one that attached the file system.
     """
-    if (found := _attached.get(profile)) is None:
-        refuse_for_service(url, profile)
-        raise KeyError(profile)
-    return found
+    if (attached := _attached.get(profile)) is None:
+        raise _of_another_process(url)
+    return attached
+
+
+def _of_another_process(url: str) -> RequestError:
+    return RequestError(
+        "request.invalid",
+        f"the source {printable(url)} is on a file system of fsspec, an object of the process that made the "
+        "request: another process has neither the object nor its credentials",
+        fix='name the source by its URL as text, such as `source="s3://bucket/path"`, and credentials by a storage '
+        "profile of the service; or convert in the process that has the file system",
+    )
 
 
 def _filesystem_and_path(place: Any) -> tuple[Any, str]:

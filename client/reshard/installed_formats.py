@@ -7,13 +7,11 @@ need. It holds no code of the format; the engine imports the format's class when
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib import metadata
-from inspect import currentframe
 from typing import Annotated, Any, cast, get_args
 
 from pydantic import (
@@ -30,7 +28,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from reshard.choices import TargetFormat
 from reshard.errors import RequestError, printable
-from reshard.option import Option
+from reshard.option import Option, warn_of_former
 from reshard.options import (
     ConversionOptions,
     DeepSpeedOptions,
@@ -340,7 +338,7 @@ def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
     for called, value in fields.items():
         if called in places and value is not None:
             place, info = places[called]
-            # A default is no choice, so that requests and their digests have what was chosen.
+            # Requests and their digests have only what was chosen, and a default was not.
             found = _put(found, place, value, only_beside=value == info.get_default())
     present, moved = present_places(found)
     for text in moved:
@@ -401,12 +399,7 @@ def _put(
 
 
 def _warn_moved(text: str) -> None:
-    # The line of the program that called: a plain script shows the warnings of its own lines alone.
-    # (`skip_file_prefixes` came with Python 3.12.)
-    frame, level = currentframe(), 1
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "reshard":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(f"{text}; the former place works for this release", DeprecationWarning, stacklevel=level)
+    warn_of_former(f"{text}; the former place works for this release")
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from inspect import currentframe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,8 +46,17 @@ def renamed_argument(name: str, value: _Value | None, former: str, given: _Value
         return value
     if value is not None:
         raise TypeError(f"{former!r} is the former name of the argument {name!r}, and both were given")
-    warnings.warn(f"{former!r} is now {name!r}; the former name works for this release", DeprecationWarning, 3)
+    warn_of_former(f"{former!r} is now {name!r}; the former name works for this release")
     return given
+
+
+def warn_of_former(text: str) -> None:
+    """Warn of a former name or place, at the line outside this package: a plain script shows those of its own lines."""
+    # `skip_file_prefixes` came with Python 3.12.
+    frame, level = currentframe(), 1
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "reshard":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, DeprecationWarning, stacklevel=level)
 
 
 class Section(StrEnum):

@@ -1,7 +1,4 @@
-"""A real SFTP server: asyncssh, one process.
-
-python -m servers.sftp PORT DIRECTORY
-"""
+"""A real SFTP server: asyncssh, one process (`python -m servers.sftp PORT DIRECTORY`)."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class SftpServer:
 
     @property
     def credentials(self) -> dict[str, Any]:
-        """What a client needs beside the host."""
+        """The arguments of a client beside the host."""
         return {"port": self.port, "username": USER, "password": PASSWORD}
 
 

@@ -78,7 +78,7 @@ def request_fields(source: str | SourceSpec, to: TargetFormat | str, options: Co
     """The fields that requests of conversions and of layouts share, from the arguments of the SDK; not validated.
 
     Raises:
-        RequestError: `request.invalid` for an option under both of its names, and for a text that is no size.
+        RequestError: `request.invalid` for an option under both of its names, and for a text that is not a size.
     """
     fields = _by_field(options)
     said = {name: fields.pop(name) for name in (*SourceSpec.model_fields,) if name in fields}

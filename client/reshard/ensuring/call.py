@@ -362,9 +362,12 @@ class _Task:
         except ValidationError as error:
             raise invalid(error, {}, keywords=True) from None
 
+    def _spec(self, url: str, tag: str | None) -> SourceSpec:
+        return SourceSpec(url=url, tag=tag, profile=self.filesystem, **self.wanted.choices)
+
     def remote(self, source: str, tag: str | None, out: str | None) -> Ensured:
         """Handle an object store: processes elect no owner, and files beside the tag are not copied."""
-        spec = SourceSpec(url=source, tag=tag, profile=self.filesystem, **self.wanted.choices)
+        spec = self._spec(source, tag)
         try:
             found = self.maker.inspect(spec, self.wanted.launch())
         except SourceError as error:
@@ -398,10 +401,7 @@ class _Task:
         Raises:
             SourceError: `error` for models that are of another kind than files of ranks.
         """
-        specs = [
-            SourceSpec(url=step.home, tag=f"{step.name}/{m}", profile=self.filesystem, **self.wanted.choices)
-            for m in step.models
-        ]
+        specs = [self._spec(step.home, f"{step.name}/{m}") for m in step.models]
         launch = self.wanted.launch()
         found = [self.maker.inspect(spec, launch) for spec in specs]
         wanted = [_wanted_of(f) for f in found]

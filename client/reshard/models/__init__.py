@@ -112,9 +112,8 @@ def __getattr__(name: str) -> Any:
     """`NativeLayout`, which 0.1.0 had in place of `RunLayout`, for one more release."""
     if name != "NativeLayout":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import warnings
-
     from reshard.installed_formats import former_layout
+    from reshard.option import warn_of_former
 
-    warnings.warn("NativeLayout is now RunLayout; its other fields are keyword arguments", DeprecationWarning, 2)
+    warn_of_former("NativeLayout is now RunLayout; its other fields are keyword arguments")
     return former_layout()

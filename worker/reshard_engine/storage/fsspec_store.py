@@ -26,17 +26,17 @@ Sources: s3fs 2026.9.0 `core.py`, gcsfs 2026.6.0 `core.py` (`generation`, `md5Ha
 `arrow` (`mtime`); sshfs 2026.8.0 `spec.py` (`mtime`).
 """
 _LOCK = "_reshard_lock"
-_UNSAFE: tuple[type[BaseException], ...] = (MemoryError, ReshardError)
-"""Exceptions that are not the file system's."""
+_TYPED_ALREADY = (FileNotFoundError, NotADirectoryError, MemoryError, ReshardError)
+"""Exceptions that callers of `FsspecStore._call` know."""
 _Result = TypeVar("_Result")
 
 
 class FsspecStore:
     """A read-only view of an fsspec file system.
 
-    A pin is what the file system reports of a file's version: the ETag, as that of `S3Store` and `AzureStore` for the
-    same object, the generation, as that of `GcsStore`, or digest, time and size. It is empty if there is only a size,
-    and then a file that changes to another one of the same size is not noticed.
+    A pin is the version of a file, as the file system reports it: the ETag, as that of `S3Store` and `AzureStore` for
+    the same object, the generation, as that of `GcsStore`, or digest, time and size. It is empty if there is only a
+    size, and then a change that keeps the size is not noticed.
     """
 
     def __init__(self, filesystem: Any, scheme: str, *, lead: str = "") -> None:
@@ -145,14 +145,12 @@ class FsspecStore:
             FileNotFoundError: There is no such file.
             NotADirectoryError: There is no such directory.
         """
-        # Paths of this store may begin with a slash, which is no empty name.
+        # Paths of this store may begin with a slash, which does not make their first name empty.
         refuse_unclear_path(path.removeprefix("/"), self.scheme)
         try:
             with self._alone:
                 return call()
-        except (FileNotFoundError, NotADirectoryError):
-            raise
-        except _UNSAFE:
+        except _TYPED_ALREADY:
             raise
         except Exception as error:
             # Clients of other packages raise whatever theirs raise: ftplib.Error, azure.core's, aiohttp's.
@@ -160,24 +158,24 @@ class FsspecStore:
 
     def _typed(self, error: Exception, path: str) -> ReshardError:
         where = f"{self.scheme}://{printable(path.lstrip('/'))}"
-        told = printable(str(error) or type(error).__name__)
+        reason = printable(str(error) or type(error).__name__)
         if isinstance(error, LookupError | TypeError | AttributeError):
-            told = f"its file system lists or reads files in another way than fsspec describes ({told})"
+            reason = f"its file system lists or reads files in another way than fsspec describes ({reason})"
         if isinstance(error, ValueError | ImportError | NotImplementedError | LookupError | TypeError | AttributeError):
             return RequestError(
                 "request.invalid",
-                f"{where}: {told}",
+                f"{where}: {reason}",
                 fix="copy the checkpoint to a local directory, and name that",
             )
         if isinstance(error, PermissionError):
             return StorageError(
                 "storage.denied",
-                f"{where}: {told}",
+                f"{where}: {reason}",
                 fix="check the credentials of the store, then run the same command again",
             )
         return StorageError(
             "storage.unavailable",
-            f"{where} cannot be reached: {told}",
+            f"{where} cannot be reached: {reason}",
             fix="check the network and the URL, or copy the checkpoint to this machine",
         )
 
